@@ -4,38 +4,46 @@ mixers are compared with, which is the Llama or the Qwen3 of transformers.
 
 from dataclasses import dataclass, fields
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
-    LlamaConfig,
+    AttentionInterface,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from mixer.common.options import option, option_problems
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig, MixerOptions, shape_problems
+from mixer.models.masked_mixer.configuration import (
+    SIZE,
+    MaskedMixerConfig,
+    MixerOptions,
+    shape_problems,
+)
 from mixer.models.masked_mixer.layers import in_autocast_type
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+
+# For an attention of another name, transformers makes no mask. So it does not search for texts that
+# are packed into one row either, for which it would wait for the GPU in every step.
+AttentionInterface.register("causal", AttentionInterface()["sdpa"])
 
 
 class Transformer:
     """What a masked mixer has and a model of transformers has not: `flops_per_token`, and under
-    autocast a residual stream in the autocast type. Checkpoints are those of the model's own class.
+    autocast a residual stream in the autocast type. It reads no attention_mask: padding stands
+    behind texts. Checkpoints are those of the model's own class.
     """
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
+        self.set_attn_implementation("causal")
         self.model.embed_tokens.register_forward_hook(
             lambda embedding, arguments, x: in_autocast_type(x)
         )
 
     def flops_per_token(self) -> dict[str, float]:
-        """As MaskedMixerForCausalLM.flops_per_token. In causal attention a token attends to
-        (tokens + 1) / 2 tokens on average.
-
-        `token_mixing` is attention without its projections.
+        """As MaskedMixerForCausalLM.flops_per_token; `token_mixing` is attention without its
+        projections. A token attends to (tokens + 1) / 2 tokens on average.
         """
         config, tokens = self.config, self.config.max_position_embeddings
         linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
@@ -51,17 +59,9 @@ class Llama(Transformer, LlamaForCausalLM):
 class Qwen3(Transformer, Qwen3ForCausalLM):
     """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **more):
-        """As the model of transformers. In training without a mask it does not look for texts that
-        are packed into one row, which would wait for the GPU in every step.
-        """
-        if self.training and attention_mask is None:
-            attention_mask = {"full_attention": None}
-        return super().forward(input_ids, attention_mask=attention_mask, **more)
 
-
-MODELS = {MaskedMixerConfig: MaskedMixerForCausalLM, LlamaConfig: Llama, Qwen3Config: Qwen3}
-TRANSFORMERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}  # by model.architecture
+TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3}  # by model.architecture
+MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
 
 
 @dataclass
@@ -72,17 +72,13 @@ class ModelConfig(MixerOptions):
 
     architecture: str = option(
         "masked_mixer",
-        "masked_mixer, or a transformer to compare with, trained by the same loop: qwen3, or "
-        "llama, which is qwen3 without norms of queries and keys; their default intermediate_size "
-        "is 8/3 x hidden_size, so that the three matrices of the MLP have as many parameters as a "
-        "mixer's two",
-        choices=("masked_mixer", *TRANSFORMERS),
+        "masked_mixer, or a transformer to compare with: qwen3, or llama, which has no norms of "
+        "queries and keys; the default intermediate_size of both is 8/3 x hidden_size, so that an "
+        "MLP of three matrices has as many parameters as a mixer's of two",
+        choices=tuple(MODELS),
     )
     num_attention_heads: int | None = option(
-        None,
-        "attention heads of a transformer; null for heads of 64 channels",
-        at_least=1,
-        at_most=2**16,
+        None, "attention heads of a transformer; null for heads of 64 channels", **SIZE
     )
 
 
@@ -99,16 +95,15 @@ def model_problems(model: ModelConfig) -> list[str]:
     """One line for each rule that the options break together, each being allowed by itself."""
     if option_problems(model):  # the rules below need options that are allowed by themselves
         return []
-    is_mixer, defaults = model.architecture == "masked_mixer", ModelConfig()
+    is_mixer, heads = model.architecture == "masked_mixer", attention_heads(model)
     problems = [
         f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not "
         "have; leave it out"
         for name in (OF_TRANSFORMERS if is_mixer else OF_MIXERS)
-        if getattr(model, name) != getattr(defaults, name)
+        if getattr(model, name) != getattr(ModelConfig, name)
     ]
     if is_mixer:
         return problems + shape_problems(model)
-    heads = attention_heads(model)
     if model.hidden_size % (2 * heads):  # a rotary embedding turns pairs of channels
         problems.append(
             f"num_attention_heads is {heads}; allowed: 1 or more, that divide hidden_size "
@@ -130,7 +125,7 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
         return MaskedMixerConfig(**common, **options)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)
-    return TRANSFORMERS[model.architecture](
+    return TRANSFORMERS[model.architecture].config_class(
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         max_position_embeddings=model.max_position_embeddings,
@@ -147,4 +142,4 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of the model that `model_config` describes."""
-    return MODELS[type(config)]
+    return next(kind for kind in MODELS.values() if kind.config_class is type(config))

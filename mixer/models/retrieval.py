@@ -15,10 +15,10 @@ MOST_PAIRS = max(CANDIDATES)  # that are compared with each other
 
 
 def text_vectors(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The states of the last tokens, divided by their norms.
+    """The states of the last tokens, divided by their norms: (batch, hidden) fp32.
 
     texts: (batch, tokens) int64, with -100 behind the end of each, where no token of a causal model
-    can see it. Returns (batch, hidden) fp32.
+    can see it.
     """
     states = model.base_model(texts.clamp(min=0), use_cache=False).last_hidden_state
     last = ((texts >= 0).sum(1) - 1).clamp(min=0)
@@ -63,20 +63,18 @@ def pair_vectors(
     batch_size: int,
     place: tuple[torch.device, int, int],
 ) -> Tensor:
-    """(2, count, hidden) fp32: the vectors of `count` pairs, spread evenly over a PairFile. Those
-    that other processes compute are zero: the sum over all processes has all.
+    """(2, count, hidden) fp32: the vectors of `count` pairs, spread evenly over a PairFile, and
+    zeros for those of other processes. place: this process's device and number, and how many.
 
     embed: from queries and targets, (batch, tokens) each, to vectors (2, batch, hidden); all
     processes call it as often, and with one shape, which may be compiled.
-    place: this process's device, its number, and how many there are.
     """
     device, index, processes = place
     parts, step = [], batch_size * processes
+    own = slice(index * batch_size, (index + 1) * batch_size)
     for start in range(0, count, step):
-        numbers = torch.arange(start, start + step).clamp(max=count - 1)
-        own = slice(index * batch_size, (index + 1) * batch_size)
-        batch = pairs.batch((numbers[own] * len(pairs) // count).tolist())
-        made = embed(*(texts.to(device) for texts in batch))
+        numbers = torch.arange(start, start + step).clamp(max=count - 1)[own]
+        made = embed(*(t.to(device) for t in pairs.batch((numbers * len(pairs) // count).tolist())))
         parts.append(made.new_zeros(2, step, made.shape[-1]))
         parts[-1][:, own] = made
     return torch.cat(parts, 1)[:, :count]

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
 from mixer.distributed.world import World
-from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
-from mixer.models.masked_mixer.recurrent import RecurrentConv
+from mixer.models.masked_mixer.convolution import KeyedConv, RecurrentConv, TriangularConv
 from mixer.ops.choice import difference
 from mixer.training.config import RunConfig
 

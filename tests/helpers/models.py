@@ -6,8 +6,7 @@ import torch
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models import masked_mixer
-from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.models.masked_mixer.recurrent import RecurrentConv
+from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv
 
 # The files of the model's code, which are saved beside its weights.
 CODE = {path.name for path in Path(masked_mixer.__file__).parent.glob("*.py")} - {"__init__.py"}

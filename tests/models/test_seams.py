@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from models import generate, small_model, tokens
+from models import generate, lively_model, tokens
 from runs import ROOT, read_losses
 from safetensors.torch import load_file
 from torch import nn
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mixer.models.masked_mixer import mixing, modeling
 from mixer.models.masked_mixer.cache import MixingCache
-from mixer.models.masked_mixer.convolution import LAGS, TriangularConv
+from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.reporting.matrices import mixing_matrices
 from mixer.training.optim import kinds_of
 
@@ -57,6 +57,7 @@ def test_the_pages_convolution_trains_and_its_weight_stays_narrow(
     saved = load_file(tmp_path / "runs/mine/step-12/model.safetensors")
     parts = {n: part for n, part in model.named_parameters() if n.endswith(("left", "right"))}
     assert len(parts) == 2 * len(model.model.layers)
+    assert set(kinds_of(model).lags) == set(parts.values())
     assert all(torch.equal(part, saved[name]) for name, part in parts.items())
     for conv in (block.mixing.conv for block in model.model.layers):
         weight, x = conv.mixing_weight()[0, 0], torch.randn(2, conv.context, conv.channels)
@@ -64,21 +65,6 @@ def test_the_pages_convolution_trains_and_its_weight_stays_narrow(
         torch.testing.assert_close(conv(x), weight.tril() @ x + conv.bias.T)
     ids = tokens(batch=2, length=4)
     assert torch.equal(generate(model, ids), generate(model, ids, use_cache=False))
-
-
-def test_the_optimizer_takes_a_parameter_for_what_its_module_says(monkeypatch):
-    namespace = {}
-    exec(LOW_RANK, namespace)
-    monkeypatch.setattr(mixing, "TriangularConv", namespace["LowRank"])
-    model = small_model(mixing_init="shift")
-    for number, block in enumerate(model.model.layers):
-        weight = block.mixing.conv.mixing_weight()[0, 0]
-        assert weight.diagonal(-LAGS[number]).mean() > 0.5  # it starts as a weight does
-    kinds = kinds_of(model)
-    assert [tuple(part.shape) for part in kinds.lags] == [(1, 1, 12, 8)] * 4 and not kinds.mixing
-    names = {id(part): name for name, part in model.named_parameters()}
-    embeddings = [names[id(part)] for part in kinds.embeddings]
-    assert embeddings == ["model.embed_tokens.weight", "lm_head.weight"]
 
 
 class Uneven(nn.Module):
@@ -99,11 +85,7 @@ class Uneven(nn.Module):
 def test_blocks_may_have_different_numbers_of_convolutions(counts, static, monkeypatch):
     kinds = [type(f"Uneven{count}", (Uneven,), {"count": count}) for count in counts]
     monkeypatch.setattr(modeling, "mixing_class", lambda config, block: kinds[block])
-    model, ids = small_model(num_hidden_layers=len(counts)), tokens(batch=2, length=4)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, TriangularConv):
-                module.set_mixing_weight(8 * module.mixing_weight())
+    model, ids = lively_model(num_hidden_layers=len(counts)), tokens(batch=2, length=4)
     cache = MixingCache(model.config, static)
     written = generate(model, ids, past_key_values=cache)
     assert torch.equal(written, generate(model, ids, use_cache=False))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from runs import read_losses
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, masking_utils
 
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_class, model_config
@@ -40,6 +40,21 @@ def test_it_is_trained_resumed_and_saved_for_transformers(write_config, launch, 
     assert not (tmp_path / "runs/whole/step-16/modeling.py").exists()
     with pytest.raises(UserError, match="is 'qwen3' in the checkpoint, now 'masked_mixer'"):
         train(load_config(str(config), ["name=whole"]))
+
+
+@both
+def test_it_computes_what_transformers_does_and_searches_for_no_packed_texts(
+    architecture, monkeypatch
+):
+    """For whose number transformers would wait for the GPU in every step."""
+    model, ids = build(architecture, "model.hidden_size=64"), torch.randint(500, (2, 9))
+    own = AutoModelForCausalLM.from_config(type(model.config)(**model.config.to_dict()))
+    own.load_state_dict(model.state_dict())
+    expected = own(ids).logits
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
+    with pytest.raises(TypeError, match="not callable"):
+        own(ids, use_cache=False)
 
 
 @both

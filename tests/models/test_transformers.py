@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import CODE, MIXINGS, generate, lively_model, padded, small_model, tokens
 from runs import ROOT
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorForLanguageModeling,
@@ -79,33 +80,31 @@ def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixings,
 
 
 @pytest.mark.parametrize(
-    ("modules", "problem"),
+    ("broken", "problem"),
     [
-        ({"mixer.ops": None}, None),
+        ({"mixer.ops": None}, None),  # not installed
         ({"mixer": None, "mixer.ops": None}, None),
         ({"mixer.ops": types.ModuleType("mixer.ops")}, "cannot import name 'keyed_conv'"),
-        ({"mixer.ops.operator": None}, "cannot import name 'operator'|mixer.ops.operator"),
+        ({"mixer.ops.operator": None}, "mixer.ops"),
         ({"mixer.ops.row_operator": None}, "mixer.ops.row_operator"),
     ],
-    ids=["not-installed", "absent", "other-version", "broken", "broken-inside"],
 )
 def test_a_package_that_is_there_and_cannot_be_imported_is_an_error(
-    modules, problem, monkeypatch, tmp_path
+    broken, problem, monkeypatch, tmp_path
 ):
     """And not plain PyTorch without a word, at a fraction of the speed."""
     copy_code(tmp_path / "beside_a_model")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mixer.ops")
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in [name for name in sys.modules if name.startswith("beside_a_model")]:
+    for name in ["mixer.ops", *(n for n in sys.modules if n.startswith("beside_a_model"))]:
         monkeypatch.delitem(sys.modules, name)
+    for name, module in broken.items():
+        monkeypatch.setitem(sys.modules, name, module)
     if problem:
         with pytest.raises(ImportError, match=problem):
-            importlib.import_module("beside_a_model.operators")
+            importlib.import_module("beside_a_model.convolution")
     else:
-        operators = importlib.import_module("beside_a_model.operators")
-        assert operators.triangular_conv.__module__ == "beside_a_model.plain"
+        layers = importlib.import_module("beside_a_model.convolution")
+        assert layers.triangular_conv.__module__ == "beside_a_model.plain"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -138,22 +137,18 @@ def test_a_device_map_spreads_the_blocks(tmp_path):
 
 def test_gradient_checkpointing_has_the_same_gradients_and_no_cache():
     model, ids = lively_model().train(), tokens(batch=2, length=6)
-    expected = generate(model, ids)
-    gradients, calls = [], []
+    expected, gradients, calls = generate(model, ids), [], []
     for layer in model.model.layers:
         layer.mixing.register_forward_hook(lambda *_: calls.append(1))
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable()
-        model.zero_grad()
         calls.clear()
         output = model(ids, labels=ids, use_cache=True)
-        output.loss.backward()
+        gradients.append(torch.autograd.grad(output.loss, tuple(model.parameters())))
         assert len(calls) == (4 if checkpointing else 2)  # blocks are computed again
         assert (output.past_key_values is None) == checkpointing
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
     # as in the middle of training, where nothing is computed again
     assert torch.equal(generate(model, ids), expected)
 
@@ -164,16 +159,10 @@ def test_transformers_trainer_trains_it_and_saves_what_loads(tmp_path):
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     texts = ["def read(self, size):", "def write(self, text): return", "def read", "self"] * 6
     rows = [{"input_ids": tokenizer(text).input_ids} for text in texts]
+    how = {"max_steps": 30, "learning_rate": 1e-2, "gradient_checkpointing": True}
     trainer = Trainer(
         small_model(vocab_size=len(tokenizer), max_position_embeddings=32),
-        TrainingArguments(
-            **SETTINGS,
-            output_dir=str(tmp_path),
-            max_steps=30,
-            per_device_train_batch_size=8,
-            learning_rate=1e-2,
-            gradient_checkpointing=True,
-        ),
+        TrainingArguments(**SETTINGS, **how, output_dir=str(tmp_path)),
         train_dataset=rows,
         eval_dataset=rows[:4],
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
@@ -222,25 +211,15 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_pad
         model = peft.get_peft_model(model, linear)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     losses = [
-        torch.nn.functional.cross_entropy(
-            model(ids[None]).logits[0, :-1], labels[1:], reduction="sum"
-        )
+        functional.cross_entropy(model(ids[None]).logits[0, :-1], labels[1:], reduction="sum")
         for ids, labels in texts
     ]
     scored = [(labels[1:] != -100).sum() for _, labels in texts]
     gradient = torch.autograd.grad(sum(losses) / sum(scored), trained)
     expected = [weight.detach() - change for weight, change in zip(trained, gradient, strict=True)]
-    arguments = TrainingArguments(
-        **SETTINGS,
-        output_dir=str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=6,
-        max_grad_norm=0,
-        learning_rate=1,
-        lr_scheduler_type="constant",
-        optim="sgd",
-    )
+    how = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 6}
+    how |= {"max_grad_norm": 0, "learning_rate": 1, "lr_scheduler_type": "constant", "optim": "sgd"}
+    arguments = TrainingArguments(**SETTINGS, **how, output_dir=str(tmp_path))
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[3:])
     mean = (sum(losses[3:]) / sum(scored[3:])).item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean)
@@ -251,25 +230,20 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_pad
 def test_label_smoothing_of_the_trainer_is_that_of_the_next_token(tmp_path):
     model, ids = small_model(), tokens()
     how = SETTINGS | {"output_dir": str(tmp_path), "label_smoothing_factor": 0.1}
-    arguments = TrainingArguments(**how)
-    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    trainer = Trainer(model, TrainingArguments(**how))
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
     logits, targets = model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    torch.testing.assert_close(
-        loss, torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
-    )
+    wanted = functional.cross_entropy(logits, targets, label_smoothing=0.1)
+    torch.testing.assert_close(loss, wanted)
 
 
 def test_lora_on_the_linear_layers(tmp_path):
     model, (ids, mask) = lively_model(num_mixer_heads=2), padded("left")
     base = model(ids, attention_mask=mask).logits
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    places = {
-        name.split(".lora_A")[0].rpartition(".")[2]
-        for name, _ in adapted.named_parameters()
-        if "lora_A" in name
-    }
+    linear = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, linear)
+    names = [name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name]
+    places = {name.rpartition(".")[2] for name in names}
     assert places == {"in_proj", "out_proj", "up_proj", "down_proj"}
     torch.testing.assert_close(adapted(ids, attention_mask=mask).logits, base)
     for name, part in adapted.named_parameters():
@@ -280,15 +254,11 @@ def test_lora_on_the_linear_layers(tmp_path):
     how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     written = adapted.generate(input_ids=ids, **how)
     merged = adapted.merge_and_unload()
-    torch.testing.assert_close(
-        merged(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4
-    )
     assert torch.equal(merged.generate(ids, **how), written)
     merged.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(
-        loaded(ids, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4
-    )
+    for found in (merged, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        logits = found(ids, attention_mask=mask).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_code_of_models_saved_by_earlier_versions_finds_its_operators():

@@ -11,7 +11,7 @@ from toolchain import needs_gxx
 from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mixer.models.masked_mixer import layers
+from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.layers import gelu, short_gelu
 from mixer.ops import lags
 from mixer.training import start
@@ -167,7 +167,7 @@ KEPT = {"none": 12, "activation": 8, "block": 1}
 @pytest.mark.parametrize("gelu", [gelu, short_gelu], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("what", KEPT)
 def test_a_compiled_block_keeps_for_backward_what_is_listed(what, gelu, monkeypatch):
-    monkeypatch.setattr(layers, "gelu", gelu)
+    monkeypatch.setattr(modeling, "gelu", gelu)
     torch._dynamo.reset()
     model = small_model(num_hidden_layers=1, hidden_size=64).train()
     set_recompute(model, what)

@@ -1,8 +1,10 @@
-"""The cache of generation: what the token mixings of a model keep of a text, so that a new token
-costs one row of each mixing weight instead of the whole triangle.
+"""Generation: what token mixing keeps of earlier tokens, so that a new one costs one row of each
+mixing weight and not the triangle, and a decoding step as a CUDA graph.
 """
 
-from typing import NamedTuple
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,31 +13,51 @@ from transformers.cache_utils import Cache
 
 from mixer.ops.plain import write_rows
 
-from .captured_step import Blocks, CapturedStep, can_capture
 from .configuration import RECURRENT
 
 Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
+Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
+# For each device, the streams whose graph has been deleted. torch keeps a cuBLAS workspace for each
+# stream that was used for a product, so streams are used again. Newer versions free the workspace
+# with any graph that was captured on the stream, so two living graphs never share a stream.
+FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
-class Past(NamedTuple):  # so accelerate moves its tensor to a block's device
-    """The tokens before new ones, of which a cache keeps what each convolution needs, and where the
-    new ones stand: `positions` (batch or 1, new) int64. A place is that of a convolution.
+class MixingCache(Cache):
+    """What each convolution keeps of a text, by its place: its inputs or their sum. Give it to
+    `forward` as past_key_values. `length` counts columns of the batch with their padding, as
+    transformers does; `positions` (batch or 1, new) int64 is where the new tokens stand.
+
+    static: no shape changes between decoding steps. On one GPU, the first is captured as a CUDA
+    graph, which is replayed for later ones, also after `reset()`, until the parameters move or the
+    batch has another size. Hooks on modules do not run in it. Adapters that are added or merged
+    later, and parameters replaced by load_state_dict with assign=True, need a new cache.
     """
 
-    cache: "MixingCache"
-    positions: Tensor
+    def __init__(self, config, static: bool = False):
+        super().__init__(layers=[])
+        self.config, self.static, self.length = config, static, 0
+        self.kept: dict[Place, Tensor] = {}
+        self.positions: Tensor | None = None
+        self.captured: CapturedStep | None = None
 
     @property
     def is_empty(self) -> bool:
-        return self.cache.length == 0
+        return self.length == 0
 
-    def update(self, place: Place, new: Tensor) -> Tensor:
+    def memory(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is kept at a place: zeros where a text begins, or what an earlier text left."""
+        kept, wanted = self.kept.get(place), (shape, dtype, x.device)
+        if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
+            self.kept[place] = x.new_zeros(shape, dtype=dtype)
+        return self.kept[place]
+
+    def append(self, place: Place, new: Tensor) -> Tensor:
         """Keeps the inputs of the new tokens, (batch, heads, new, channels of a head). Returns
         those of all tokens so far, as `extended`.
         """
         batch, heads, tokens, channels = new.shape
-        context = self.cache.config.longest_text
-        self._allocate(place, (batch, heads, context, channels), new, new.dtype)
+        self.memory(place, (batch, heads, self.config.longest_text, channels), new, new.dtype)
         inputs = self.extended(place, tokens)
         write_rows(inputs, new, self.positions)
         return inputs
@@ -44,60 +66,36 @@ class Past(NamedTuple):  # so accelerate moves its tensor to a block's device
         """The inputs of all tokens so far, and `new` more for the caller to write: (batch, heads,
         length, channels of a head), where length is the whole context if the cache is static.
         """
-        kept = self.cache.kept[place]
-        return kept if self.cache.static else kept[:, :, : self.cache.length + new]
+        kept = self.kept[place]
+        return kept if self.static else kept[:, :, : self.length + new]
 
-    def sums(self, place: Place, x: Tensor) -> Tensor:
-        """The running sum of a recurrence, (batch, channels) in fp32 or wider, for the caller to
-        add x (batch, new, channels) to in place.
+    def run(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
+        """blocks(input_ids, self, states), of one token of each text from a CUDA graph if possible;
+        the new tokens count as earlier ones then.
         """
-        wide = torch.promote_types(x.dtype, torch.float32)
-        self._allocate(place, (x.shape[0], x.shape[2]), x, wide)
-        return self.cache.kept[place]
+        if self.static and not self.is_empty and states is None and can_capture(input_ids):
+            x = self._captured(blocks, input_ids)
+        else:
+            x = blocks(input_ids, self, states)
+        self.length += input_ids.shape[1]
+        return x
 
-    def _allocate(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> None:
-        """Where a text begins, unless what an earlier one left serves."""
-        kept, wanted = self.cache.kept.get(place), (shape, dtype, x.device)
-        if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
-            self.cache.kept[place] = x.new_zeros(shape, dtype=dtype)
-
-
-class MixingCache(Cache):
-    """What each convolution of a model keeps of a text, by its place: its inputs or their sum. Give
-    it to `forward` as past_key_values. `length` counts the columns of the batch with their padding,
-    as transformers counts them.
-
-    static: no shape changes from one decoding step to the next. On one GPU, the first such step is
-    captured as a CUDA graph, which is replayed for all later ones. `generate(...,
-    cache_implementation="static")` makes such a cache. The graph stays with the cache, also after
-    `reset()`; it is captured again if the parameters have moved or the batch has another size.
-    Hooks on modules do not run in it. Adapters that are added or merged later, and parameters that
-    are replaced by others (load_state_dict with assign=True), need a new cache.
-    """
-
-    def __init__(self, config, static: bool = False):
-        super().__init__(layers=[])
-        self.config, self.static, self.length, self.captured = config, static, 0, None
-        self.kept: dict[Place, Tensor] = {}
-
-    def step(self, blocks: Blocks, input_ids: Tensor, past: Past) -> Tensor:
-        """blocks(input_ids, past) for one new token of each text, from a CUDA graph where that is
-        possible: `blocks` is a method of the model, which is on one GPU.
-        """
-        if not self.static or not can_capture(input_ids):
-            return blocks(input_ids, past)
-        if self.captured is None or not self.captured.fits(blocks, input_ids, past):
-            parameters = blocks.__self__.parameters()
-            if any(parameter.device != input_ids.device for parameter in parameters):
-                return blocks(input_ids, past)  # hooks bring them for each step
-            self.captured = CapturedStep(blocks, input_ids, past)
-            return self.captured.first
-        return self.captured(input_ids, past)
+    def _captured(self, blocks: Blocks, input_ids: Tensor) -> Tensor:
+        if self.captured is not None and self.captured.fits(blocks, input_ids, self):
+            return self.captured(input_ids, self.positions)
+        if any(p.device != input_ids.device for p in blocks.__self__.parameters()):
+            return blocks(input_ids, self)  # hooks bring them for each step
+        self.captured = CapturedStep(blocks, input_ids, self)
+        return self.captured.first
 
     def reset(self) -> None:
         self.length = 0
         for kept in self.kept.values():
             kept.zero_()
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.config.mixing_weight not in RECURRENT
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -tokens_to_remove columns. A number above zero is the length to keep, as
@@ -111,10 +109,6 @@ class MixingCache(Cache):
         kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         self.length = min(kept, self.length)
 
-    @property
-    def is_croppable(self) -> bool:
-        return self.config.mixing_weight not in RECURRENT
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
         for kept in self.kept.values():
@@ -124,10 +118,65 @@ class MixingCache(Cache):
         return self.length
 
 
-class Generation(GenerationMixin):
-    """The part of MaskedMixerForCausalLM that changes how `generate()` prepares and checks its
-    work.
+class CapturedStep:
+    """The blocks' work on one new token of each text as a graph: a replay launches all kernels at
+    once, for which the host would need longer than the GPU. A step's inputs are copied into tensors
+    of the graph. Parameters and cache are read where they are, also after training changes them.
     """
+
+    def __init__(self, blocks: Blocks, input_ids: Tensor, cache: MixingCache):
+        """Runs the first step, whose result is `first`, and captures it for later ones."""
+        self.blocks = blocks
+        self.addresses = [(p, p.data_ptr()) for p in blocks.__self__.parameters()]
+        # A reference keeps these tensors alive: the graph writes to their memory.
+        self.kept = list(cache.kept.values())
+        self.input_ids, self.positions = input_ids.clone(), cache.positions.clone()
+        cache.positions = self.positions
+        device, self.graph = input_ids.device, torch.cuda.CUDAGraph()
+        free, current = FREE_STREAMS[device], torch.cuda.current_stream(device)
+        stream = free.pop() if free else torch.cuda.Stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            self.first = blocks(self.input_ids, cache)  # sets up what kernels and libraries need
+        current.wait_stream(stream)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            self.x = blocks(self.input_ids, cache)  # (batch, 1, channels); recorded, not computed
+        weakref.finalize(self, free.append, stream)
+
+    def fits(self, blocks: Blocks, input_ids: Tensor, cache: MixingCache) -> bool:
+        """Whether model, cache and shapes are this graph's, and all tensors where they were."""
+        shapes = (input_ids.shape, cache.positions.shape)
+        return (
+            blocks == self.blocks
+            and shapes == (self.input_ids.shape, self.positions.shape)
+            and list(map(id, cache.kept.values())) == list(map(id, self.kept))
+            and all(parameter.data_ptr() == address for parameter, address in self.addresses)
+        )
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy is None: a copied cache has its own memories, and captures a step on them."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        self.input_ids.copy_(input_ids)
+        self.positions.copy_(positions)
+        self.graph.replay()
+        return self.x.clone()  # because the next replay overwrites x
+
+
+def can_capture(input_ids: Tensor) -> bool:
+    """For one token of each text on a GPU, without gradients or autocast, and neither in a compiled
+    function nor in another capture.
+    """
+    return (input_ids.is_cuda and input_ids.shape[1] == 1) and not (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cuda")
+        or torch.compiler.is_compiling()
+        or torch.cuda.is_current_stream_capturing()
+    )
+
+
+class Generation(GenerationMixin):
+    """How `generate()` prepares the cache of a masked mixer, and checks the length of its text."""
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:

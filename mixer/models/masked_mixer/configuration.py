@@ -1,7 +1,5 @@
-"""The options of a masked mixer, and its configuration as transformers saves and loads it.
-
-An option is written once, as a field of `MixerOptions`. The configuration of a run (`model.*`), its
-checks and `python train.py --help` all come from there.
+"""The options of a masked mixer, each written once, for a run's section `model` and its checks too,
+and the configuration of a model as transformers saves and loads it.
 """
 
 import dataclasses
@@ -17,8 +15,14 @@ from mixer.common.options import option, option_problems
 from mixer.ops.lags import toeplitz
 from mixer.ops.plain import BACKENDS, triangular_conv
 
-# Mixing weights that are a recurrence, with a memory of constant size; see recurrent.py.
+# Mixing weights that are a recurrence, with a memory of constant size; see RecurrentConv.
 RECURRENT = ("rows", "columns", "mixed")
+# Options that need a mixer_key_size.
+OF_KEYS = (
+    *("mixer_keyed_every", "mixer_attention", "mixer_key_norm", "mixer_rotary", "mixer_key_shift"),
+    "value_embeddings",
+)
+SIZE, SIZE_OR_0 = {"at_least": 1, "at_most": 2**16}, {"at_least": 0, "at_most": 2**16}
 # Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
 AUTO_MAP = {
     "AutoConfig": "configuration.MaskedMixerConfig",
@@ -31,108 +35,63 @@ AUTO_MAP = {
 class MixerOptions:
     """The options of a masked mixer; the defaults are the flat mixer of arXiv 2409.01482."""
 
-    hidden_size: int = option(1024, "channels of the residual stream", at_least=1, at_most=2**16)
+    hidden_size: int = option(1024, "channels of the residual stream", **SIZE)
     num_hidden_layers: int = option(16, "number of blocks", at_least=1, at_most=1000)
-    max_position_embeddings: int = option(
-        512,
-        "the context in tokens, and so the size of each mixing weight",
-        at_least=2,
-        at_most=2**20,
-    )
+    max_position_embeddings: int = option(512, "context in tokens", at_least=2, at_most=2**20)
     intermediate_size: int | None = option(
-        None, "width of the MLP; null for the default, 4 x hidden_size", at_least=1, at_most=2**20
+        None, "width of the MLP; null for 4 x hidden_size", at_least=1, at_most=2**20
     )
-    num_mixer_heads: int = option(
-        1, "groups of channels with a mixing weight each", at_least=1, at_most=2**16
-    )
+    num_mixer_heads: int = option(1, "groups of channels with a mixing weight each", **SIZE)
     mixer_projections: bool = option(
-        True,
-        "with several heads: a linear projection before the mixing and one after it. false with "
-        "mixer_key_size: blocks between those of keyed mixing have heads, too, in place of one",
+        True, "linear layers around several heads; false: none, and heads also between keyed blocks"
     )
-    mixer_kernel_size: int = option(
-        1, "taps over the channels per pair of tokens", at_least=1, at_most=2**16
-    )
+    mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", **SIZE)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
     mixer_gate: bool = option(
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
     mixer_key_size: int = option(
-        0,
-        "keyed mixing: mixing weights are scaled by how well a query fits a key, which have so "
-        "many numbers in each head; 0 for none",
-        at_least=0,
-        at_most=2**16,
+        0, "keyed mixing: how well queries fit keys of this size scales the weights", **SIZE_OR_0
     )
     mixer_keyed_every: int = option(
-        1,
-        "with mixer_key_size: which blocks have keyed mixing, 1 for all, 4 for every fourth; the "
-        "others have gated mixing with mixer_gate, else flat mixing with one head",
-        at_least=1,
+        1, "with keys: 4 for keyed mixing in every fourth block, gated or flat between", at_least=1
     )
-    mixer_attention: bool = option(
-        False,
-        "with mixer_key_size: attention in place of keyed mixing, which is the same without a "
-        "mixing weight and a mixing bias",
-    )
-    mixer_key_norm: bool = option(
-        False, "with mixer_key_size: RMS norms of queries and keys in each head"
-    )
-    mixer_rotary: bool = option(
-        False, "with mixer_key_size: queries and keys are rotated by their position"
-    )
-    mixer_key_shift: bool = option(
-        False, "with mixer_key_size: a key also has a learned share of the key before it"
-    )
+    mixer_attention: bool = option(False, "with keys: attention, without a mixing weight")
+    mixer_key_norm: bool = option(False, "with keys: RMS norms of queries and keys in each head")
+    mixer_rotary: bool = option(False, "with keys: queries and keys are rotated by their position")
+    mixer_key_shift: bool = option(False, "with keys: they have a learned share of the one before")
     value_embeddings: int = option(
-        0,
-        "with mixer_key_size: every so many blocks, an embedding of the tokens is added to the "
-        "values; 0 for none",
-        at_least=0,
+        0, "with keys: values of every so many blocks have an embedding of the tokens", **SIZE_OR_0
     )
     mixing_weight: str = option(
         "full",
-        "what a mixing weight is: full, a number for each pair of positions, or lags, one for each "
-        "distance of two tokens, so that nothing grows with the square of the context, or a "
-        "recurrence, whose memory does not grow while a text is generated: rows and columns have "
-        "one for each token, by which it takes or gives, mixed has rows in half of the heads",
+        "a number for each pair of positions (full), for each distance (lags), or for each "
+        "position: a recurrence by rows, by columns, or mixed, with half of the heads each",
         choices=("full", "lags", *RECURRENT),
     )
-    mixing_decay: bool = option(
-        False, "with mixing_weight rows, columns or mixed: each head learns how fast it forgets"
-    )
+    mixing_decay: bool = option(False, "with a recurrence: each head learns how fast it forgets")
     mlp_first: bool = option(False, "a block's MLP stands before its mixing")
     mixing_init: str = option(
         "reference",
-        "initial mixing weights: reference (random, as the author's), zero (a block starts as its "
-        "MLP alone), or shift (each head starts by passing on the token some places back, and in "
-        "keyed mixing as a mean of earlier tokens; for several heads)",
+        "initial mixing weights: reference (random, as the author's), zero, or shift (the token "
+        "some places back; in keyed mixing, a mean of earlier tokens)",
         choices=("reference", "zero", "shift"),
     )
-    zero_init: bool = option(
-        False,
-        "blocks start as the identity: their output projections are zero, and the embedding is "
-        "smaller",
-    )
+    zero_init: bool = option(False, "blocks start as the identity, and with a smaller embedding")
     kaiming_init: bool = option(
-        False,
-        "linear layers and random mixing weights start with a variance of 2 / inputs, and without "
-        "biases, as in the author's Toeplitz and recurrent mixers; else as PyTorch's layers do",
+        False, "initial variance 2 / inputs, biases 0, as in the author's other mixers"
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")
     linear_bias: bool = option(True, "whether linear layers have biases; lm_head never has")
     hidden_act: str = option(
-        "gelu",
-        "the MLP's nonlinearity; relu2 is the square of ReLU",
-        choices=("gelu", "relu2", "silu"),
+        "gelu", "the MLP's nonlinearity; relu2: ReLU squared", choices=("gelu", "relu2", "silu")
     )
     mixing_backend: str = option(
         "auto",
-        "what computes the triangular convolutions: cuda (our kernels), dense (masked-weight "
-        "matmul in plain PyTorch), or auto: cuda where it can run, but in a training run on a GPU "
-        "that nobody has timed the faster one, measured before the first step",
+        "what mixes tokens: cuda (our kernels), dense (plain PyTorch), or auto: cuda where it can "
+        "run, but in training on a GPU that nobody has timed the faster one, measured first",
         choices=BACKENDS,
     )
 
@@ -147,16 +106,51 @@ class ModelOptions(MixerOptions):
 NAMES = tuple(item.name for item in dataclasses.fields(ModelOptions))
 
 
+def shape_problems(options: MixerOptions) -> list[str]:
+    """One line for each rule that options break together, each being allowed by itself."""
+    heads, taps, keys = options.num_mixer_heads, options.mixer_kernel_size, options.mixer_key_size
+    gate, every, form = options.mixer_gate, options.mixer_keyed_every, options.mixing_weight
+    expansion, decay = options.mixer_expansion, options.mixing_decay
+    in_all = keys and every == 1  # keyed mixing in all blocks
+    recurrent, shift = form in RECURRENT, options.mixing_init == "shift"
+    of_keys = " ".join(n for n in OF_KEYS if getattr(options, n) != getattr(MixerOptions, n))
+    # The options, what is allowed of them, and whether a model breaks the rule.
+    rules = {
+        "num_mixer_heads hidden_size: heads that divide it": options.hidden_size % heads,
+        "mixer_expansion mixer_gate mixer_key_size: expansion alone": expansion and (gate or keys),
+        "mixer_gate mixer_key_size mixer_keyed_every: every above 1 for both": gate and in_all,
+        "mixer_projections mixer_gate mixer_key_size: true with gate, or keys in all blocks": (
+            (gate or in_all) and not options.mixer_projections
+        ),
+        f"{of_keys}: with a mixer_key_size, such as 64": of_keys and not keys,
+        "mixer_key_size mixer_kernel_size: one tap with keys": keys and taps > 1,
+        "mixer_keyed_every num_hidden_layers: no more than the blocks": (
+            keys and every > options.num_hidden_layers
+        ),
+        "mixer_rotary mixer_key_size: even sizes": options.mixer_rotary and keys % 2,
+        "value_embeddings mixer_keyed_every: a multiple, as only keyed mixing has values": (
+            keys and options.value_embeddings % every
+        ),
+        "mixing_weight mixer_key_size: full or lags with keys": recurrent and keys,
+        "mixing_weight mixer_kernel_size: full or lags with taps": recurrent and taps > 1,
+        "mixing_weight mixing_init: reference or zero with a recurrence": recurrent and shift,
+        "mixing_init mixing_weight mixer_key_size: shift with lags and keys": (
+            keys and form == "lags" and not shift
+        ),
+        f"mixing_decay mixing_weight: decay with {', '.join(RECURRENT)}": decay and not recurrent,
+        "mixing_weight num_mixer_heads: 2 heads or more": form == "mixed" and heads < 2,
+    }
+    broken = [rule.split(": ") for rule, is_broken in rules.items() if is_broken]
+    return [
+        f"{' and '.join(f'{n} = {getattr(options, n)!r}' for n in names.split())}; allowed: {right}"
+        for names, right in broken
+    ]
+
+
 class MaskedMixerConfig(PreTrainedConfig):
-    """Configuration of a masked mixer (arXiv 2409.01482, section 2).
-
-    Args:
-        options: any of the fields of ModelOptions, above, where each has its default and meaning.
-            All other keywords are those of transformers' PreTrainedConfig.
-
-    Raises:
-        ValueError: a size is too small, layer_norm_eps is not positive, the heads do not divide
-            hidden_size, the backend is unknown, or options do not go together.
+    """The configuration of a masked mixer: any of the fields of ModelOptions, above, and what
+    transformers' PreTrainedConfig takes. Raises ValueError for values that are not allowed, or not
+    together.
     """
 
     model_type = "masked_mixer"
@@ -164,8 +158,7 @@ class MaskedMixerConfig(PreTrainedConfig):
     def __init__(self, **options):
         given = {name: options.pop(name) for name in NAMES if name in options}
         chosen = ModelOptions(**given)
-        problems = option_problems(chosen) or shape_problems(chosen)
-        if problems:
+        if problems := option_problems(chosen) or shape_problems(chosen):
             raise ValueError("; ".join(problems))
         for name in NAMES:
             setattr(self, name, getattr(chosen, name))
@@ -180,9 +173,7 @@ class MaskedMixerConfig(PreTrainedConfig):
         return math.inf if recurrent else self.max_position_embeddings
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
-        """As in transformers, and the model's code, for trust_remote_code where this package is not
-        installed.
-        """
+        """As in transformers, with the model's code for machines without this package."""
         self.auto_map = AUTO_MAP
         copy_code(Path(save_directory))
         super().save_pretrained(save_directory, **kwargs)
@@ -201,68 +192,6 @@ def copy_code(directory: Path) -> None:
         code = re.sub(r"^( *from) mixer\.\w+(\.\w+ import)", r"\1 \2", code, flags=re.MULTILINE)
         if name == "modeling":
             # Up to 5.9, transformers takes no files along but those that this one imports itself.
-            imported = re.findall(r"^from \.(\w+) import", code, re.MULTILINE)
-            missing = sorted(files.keys() - {name, *imported})
-            code += "".join(f"from .{other} import __doc__ as _\n" for other in missing)
+            others = sorted(files.keys() - {name})
+            code += "".join(f"from .{other} import __doc__ as _\n" for other in others)
         (directory / file.name).write_text(code, encoding="utf-8")
-
-
-def shape_problems(options: MixerOptions) -> list[str]:
-    """One line for each rule that options break together, each being allowed by itself."""
-    heads, hidden = options.num_mixer_heads, options.hidden_size
-    gate, expansion, size = options.mixer_gate, options.mixer_expansion, options.mixer_key_size
-    every, form, start = options.mixer_keyed_every, options.mixing_weight, options.mixing_init
-    taps = options.mixer_kernel_size
-    of_keys = ("attention", "key_norm", "rotary", "key_shift")
-    of_keys = [*(f"mixer_{name}" for name in of_keys), "value_embeddings"]
-    of_keys = [name for name in of_keys if getattr(options, name)]
-    of_keys += ["mixer_keyed_every"] if every > 1 else []
-    recurrent = form in RECURRENT
-    # Whether it is broken, the options, and what is allowed.
-    rules = [
-        (hidden % heads, "num_mixer_heads hidden_size", "heads that divide it"),
-        (expansion and gate, "mixer_expansion mixer_gate", "one of them"),
-        (expansion and size, "mixer_expansion mixer_key_size", "one of them"),
-        (
-            size and gate and every == 1,
-            "mixer_key_size mixer_gate mixer_keyed_every",
-            "one of the first two, or mixer_keyed_every of 2 or more, for blocks of both",
-        ),
-        (
-            (gate or (size and every == 1)) and not options.mixer_projections,
-            "mixer_gate mixer_key_size mixer_projections",
-            "mixer_projections true, which gated and keyed mixing always have",
-        ),
-        (of_keys and not size, " ".join(of_keys), "with a mixer_key_size, such as 64"),
-        (size and taps > 1, "mixer_key_size mixer_kernel_size", "one tap"),
-        (
-            size and every > options.num_hidden_layers,
-            "mixer_keyed_every num_hidden_layers",
-            "no more than the blocks",
-        ),
-        (options.mixer_rotary and size % 2, "mixer_rotary mixer_key_size", "even sizes"),
-        (
-            size and options.value_embeddings % every,
-            "value_embeddings mixer_keyed_every",
-            "a multiple of it, as keyed mixing alone has values to add to",
-        ),
-        (size and recurrent, "mixing_weight mixer_key_size", "full and lags with keys"),
-        (taps > 1 and recurrent, "mixing_weight mixer_kernel_size", "full and lags with taps"),
-        (
-            size and form == "lags" and start != "shift",
-            "mixing_init mixer_key_size mixing_weight",
-            "mixing_init shift",
-        ),
-        (
-            options.mixing_decay and not recurrent,
-            "mixing_decay mixing_weight",
-            f"with mixing_decay, {', '.join(RECURRENT)}",
-        ),
-        (start == "shift" and recurrent, "mixing_init mixing_weight", "reference and zero"),
-        (form == "mixed" and heads < 2, "mixing_weight num_mixer_heads", "2 heads or more"),
-    ]
-    return [
-        f"{' and '.join(f'{n} = {getattr(options, n)!r}' for n in names.split())}; allowed: {right}"
-        for is_broken, names, right in rules
-        if is_broken
-    ]

@@ -1,7 +1,6 @@
 """The convolutions that mix tokens: `TriangularConv`, by a learned lower-triangular weight (arXiv
-2409.01482, section 2), `KeyedConv`, whose weights are scaled by how well tokens fit, and for both a
-weight by lag: one number for each distance of two tokens, so that nothing grows with the square of
-the context.
+2409.01482, section 2), `KeyedConv`, whose weights are scaled by how well tokens fit, for both a
+weight by lag, which does not grow with the square of the context, and `RecurrentConv`.
 """
 
 import math
@@ -14,9 +13,16 @@ from transformers import initialization
 from mixer.ops.lags import diagonal_sums, rows_by_lag, toeplitz, weight_by_lag
 from mixer.ops.plain import by_head, keyed_rows, mix_rows, rows_at
 
-from .cache import Past, Place
+from .cache import MixingCache, Place
 from .configuration import MaskedMixerConfig
-from .operators import keyed_conv, mix_row, triangular_conv
+
+try:  # with kernels where this package is installed, in plain PyTorch elsewhere
+    from mixer.ops import keyed_conv, mix_row, triangular_conv
+except ModuleNotFoundError as error:
+    if error.name not in ("mixer", "mixer.ops"):  # the package is there, but does not work
+        raise
+    # Beside a saved model this is `from .plain import`: see copy_code in configuration.py.
+    from mixer.ops.plain import keyed_conv, mix_row, triangular_conv
 
 # Of the initial weights "shift": how far back the heads of a block look, block after block from
 # another place in this list on. Every fourth of them looks at the token before.
@@ -24,22 +30,24 @@ LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
 # Over so many tokens the initial weights of keyed mixing fall to 1/e, by block and head as above.
 SPANS = (64, 256, math.inf, 256)
+FASTEST = 0.1  # the largest decay of a recurrence; over context / SPAN tokens in longer contexts
+SPAN = 512
 
 
 class TriangularConv(nn.Module):
-    """One triangular convolution: a mixing weight, a bias, and the backend that computes it.
+    """y[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], in each head on its own channels.
+    With several taps, weight[i, j] is a convolution over the channels. `mixer.ops.triangular_conv`
+    defines the result.
 
     The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
-    context). `mixer.ops.triangular_conv` defines the result. It has the configuration's heads and
-    channels; `heads` gives it another number of heads.
-
-    A subclass may compute the weight from other parameters: see `make_weight`, `mixing_weight` and
+    context). A subclass may compute the weight from others: see `make_weight`, `mixing_weight` and
     `set_mixing_weight`. `mixing.convolution` chooses the class that a configuration asks for.
     """
 
     place: Place = (0, 0)  # in the model, which sets it
 
     def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
+        """heads: in place of the configuration's."""
         super().__init__()
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
@@ -54,16 +62,12 @@ class TriangularConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(square))
 
     def mixing_weight(self) -> Tensor:
-        """The weight that tokens are mixed with, (heads, taps, context, context), out then in. What
-        stands in the strictly upper triangle has no meaning.
-        """
+        """(heads, taps, context, context), out then in; the strictly upper triangle is not read."""
         return self.weight
 
     @torch.no_grad()
     def set_mixing_weight(self, weight: Tensor) -> None:
-        """Sets the parameters so that `mixing_weight` returns the lower triangle of `weight`, or
-        what comes nearest.
-        """
+        """Gives the parameters the values for the lower triangle of `weight`, or the nearest."""
         self.weight.copy_(weight.tril())
 
     def operands(self) -> dict[str, Tensor | None]:
@@ -76,18 +80,41 @@ class TriangularConv(nn.Module):
 
     def kind_of(self, name: str) -> str:
         """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
-        return {"weight": "mixing", "bias": "vectors"}.get(name, "lags")
+        return {"weight": "mixing", "lags": "lags"}.get(name, "vectors")
+
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of one sequence's token mixing, of the triangle alone."""
+        return self.channels * self.taps * tokens * (tokens + 1)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
+    ) -> Tensor:
+        """residual + the convolution of x, both (batch, tokens, channels). With a past, x continues
+        its tokens, and needs only its own rows of the weight.
+        """
+        given = {"bias": self.bias, "residual": residual, "backend": self.backend}
+        given |= self.operands()
+        if past is None or past.is_empty:
+            if past is not None:
+                past.append(self.place, by_head(x, self.heads))
+            return triangular_conv(x, **given)
+        if x.shape[1] == 1 and given["weight"] is not None:
+            inputs = past.extended(self.place, 1)
+            return mix_row(inputs, x, positions=past.positions, **given)
+        # (batch, heads, length, channels of a head)
+        inputs = past.append(self.place, by_head(x, self.heads))
+        y = mix_rows(inputs, self.rows(past.positions, inputs), self.bias, past.positions)
+        # Under autocast the residual stream has the autocast type, as y has.
+        return y if residual is None else y + residual.to(y.dtype)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initial weights, with the upper triangle zero, which is never read and never changes.
-
-        reference: those of nn.Conv1d(context, context, taps), as the reference implementation has
-        them. zero: none, so that no token gets noise from others before there is something to
-        learn from them. shift: see `_shifted`. The bias is the reference's in all of them.
+        """The initial weights, with an upper triangle of zeros, by mixing_init: reference, those of
+        nn.Conv1d(context, context, taps), as the author has them; zero, so that no token gets noise
+        from others before there is something to learn from them; shift, see `_shifts`.
         """
         self._draw()
-        own = [part for name, part in self.named_parameters(recurse=False) if name != "bias"]
+        own = [part for part in self.parameters(recurse=False) if part is not self.bias]
         # transformers calls this for loaded weights too, which must not change.
         if not any(getattr(part, "_is_hf_initialized", False) for part in own):
             self._start()
@@ -124,34 +151,6 @@ class TriangularConv(nn.Module):
             lags[head, (self.taps - 1) // 2, min(lag, self.context - 1)] = 1.0
         return lags
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None, past: Past | None = None
-    ) -> Tensor:
-        """residual + the convolution of x, both (batch, tokens, channels).
-
-        Without a past, x holds whole texts. With one, x continues its tokens: the first tokens go
-        through the whole operation, and later ones need only their own rows of the weight.
-        """
-        given = self.operands()
-        if past is None or past.is_empty:
-            if past is not None:
-                past.update(self.place, by_head(x, self.heads))
-            how = {"backend": self.backend, **given}
-            return triangular_conv(x, bias=self.bias, residual=residual, **how)
-        if x.shape[1] == 1 and given["weight"] is not None:
-            inputs, weight = past.extended(self.place, 1), given["weight"]
-            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
-        # (batch, heads, length, channels of a head)
-        inputs = past.update(self.place, by_head(x, self.heads))
-        rows = self.rows(past.positions, inputs)
-        y = mix_rows(inputs, rows, self.bias, past.positions)
-        # Under autocast the residual stream has the autocast type, as y has.
-        return y if residual is None else y + residual.to(y.dtype)
-
-    def flops(self, tokens: int) -> int:
-        """Floating-point operations of one sequence's token mixing, of the triangle alone."""
-        return self.channels * self.taps * tokens * (tokens + 1)
-
 
 class KeyedConv(TriangularConv):
     """A triangular convolution whose weights are scaled by how well tokens fit: y[i] = bias[i] +
@@ -167,33 +166,29 @@ class KeyedConv(TriangularConv):
         super().__init__(config)
         self.key_size = config.mixer_key_size  # n
 
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
+    ) -> Tensor:
+        """query, key (batch, tokens, heads * key_size), value (batch, tokens, channels)."""
+        if past is not None:
+            # (batch, heads, new, key_size + channels of a head)
+            new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
+            both = past.append(self.place, new)
+            if not past.is_empty:
+                rows, query = self.rows(past.positions, both), by_head(query, self.heads)
+                return keyed_rows(query, both, rows, self.bias, past.positions)
+        how = {"backend": self.backend, **self.operands()}
+        return keyed_conv(query, key, value, bias=self.bias, **how)
+
     def _shifted(self, weight: Tensor) -> Tensor:
         return weight_by_lag(torch.zeros_like(weight[..., 0]), self._decays(), self.context)
 
     def _decays(self) -> Tensor:
-        """In place of shifts, (heads,): how fast a head's weights fall with the distance, by
-        exp(-lag * decay). Those of a token add up to 1, as those of attention do. While all keys
-        fit alike, a head starts as a mean of earlier tokens, of all of them where decay is 0.
+        """In place of shifts, (heads,): weights fall by exp(-lag * decay), and those of a token add
+        up to 1. So while all keys fit alike, a head is a mean of earlier tokens.
         """
         spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
         return 1 / torch.tensor(spans, device=self.bias.device)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
-    ) -> Tensor:
-        """query and key are (batch, tokens, heads * key_size), value and the result (batch, tokens,
-        channels); past is that of TriangularConv.
-        """
-        if past is not None:
-            # (batch, heads, new, key_size + channels of a head)
-            new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
-            both = past.update(self.place, new)
-            if not past.is_empty:
-                rows = self.rows(past.positions, both)
-                query = by_head(query, self.heads)
-                return keyed_rows(query, both, rows, self.bias, past.positions)
-        how = {"backend": self.backend, **self.operands()}
-        return keyed_conv(query, key, value, bias=self.bias, **how)
 
     def flops(self, tokens: int) -> int:
         """A product of query and key, and one of how they fit and the value."""
@@ -233,8 +228,7 @@ class LagConv(TriangularConv):
         """Has room for more tokens: further lags are zero, further biases the last one."""
         more = context - self.context
         self.lags = nn.Parameter(F.pad(self.lags, (0, more)))
-        last = self.bias[:, -1:].expand(-1, more)
-        self.bias = nn.Parameter(torch.cat([self.bias, last], -1))
+        self.bias = nn.Parameter(torch.cat([self.bias, self.bias[:, -1:].expand(-1, more)], -1))
         self.context = context
 
 
@@ -253,3 +247,103 @@ class KeyedLagConv(LagConv, KeyedConv):
     def _start(self) -> None:
         self.lags.zero_()
         self.decay.copy_(self._decays())
+
+
+class RecurrentConv(TriangularConv):
+    """A triangular convolution by a running sum, s[i] = d s[i - 1] + x[i] (arXiv 2605.08696), which
+    is all that generation keeps, however long the text. A head by row returns scale[i] s[i], a head
+    by column sums up scale[j] x[j]: W[i, j] is scale[i] d^(i - j), or scale[j] d^(i - j).
+
+    The parameters are `scale` (heads, 1, context), `bias` (heads, context) and, if the
+    configuration has mixing_decay, `decay` (heads,): 1 - d^span, because half precision has few
+    numbers just below 1. Tokens beyond the context have the scale and the bias of its last one.
+    """
+
+    def make_weight(self) -> None:
+        # So many heads go by row, the others by column.
+        by_row = {"rows": self.heads, "mixed": self.heads // 2, "columns": 0}
+        self.by_row = by_row[self.config.mixing_weight]
+        self.span = max(1, self.context // SPAN)
+        self.scale = nn.Parameter(torch.empty(self.heads, 1, self.context))
+        self.decay = nn.Parameter(torch.empty(self.heads)) if self.config.mixing_decay else None
+
+    def mixing_weight(self) -> Tensor:
+        given, taken = self._sides()
+        powers = toeplitz(self._powers(0, self.context), self.context)
+        return (taken[..., None] * powers * given[:, None])[:, None]
+
+    def _sides(self) -> tuple[Tensor, Tensor]:
+        """What scales a token before it is summed up, and the sum after: (heads, context) each."""
+        scale = self.scale[:, 0]
+        by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
+        return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
+
+    def reset_parameters(self) -> None:
+        """As the author has them: variance 2 / context, no decay, no bias."""
+        self._draw()
+
+    def _draw(self) -> None:
+        for parameter in self.parameters(recurse=False):
+            initialization.zeros_(parameter)
+        if self.config.mixing_init == "reference":
+            initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
+    ) -> Tensor:
+        """As TriangularConv.forward, of texts of any length. Padding, whose position is negative,
+        does not change the sum that is kept.
+        """
+        # (batch or 1, tokens, heads, 1) each
+        given, taken, bias = (
+            self._at(numbers, x, past)[..., None].to(x.dtype)
+            for numbers in (*self._sides(), self.bias)
+        )
+        x = (x.unflatten(-1, (self.heads, -1)) * given).flatten(2)
+        if past is None:
+            sums = self._sums(x)
+        else:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            state = past.memory(self.place, (x.shape[0], x.shape[2]), x, wide)
+            sums = self._sums(x, state)
+            count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
+            last = sums[torch.arange(len(x), device=x.device), count - 1]
+            state.copy_(torch.where((count == 0)[:, None], state, last))
+        y = (sums.to(x.dtype).unflatten(-1, (self.heads, -1)) * taken + bias).flatten(2)
+        return y if residual is None else residual + y.to(residual.dtype)
+
+    def _at(self, numbers: Tensor, x: Tensor, past: MixingCache | None) -> Tensor:
+        """Numbers (heads, context) at the tokens of x, (batch or 1, tokens, heads)."""
+        if past is not None:
+            return numbers.T[past.positions.clamp(0, self.context - 1)]
+        more = numbers[:, -1:].expand(-1, max(0, x.shape[1] - self.context))
+        return torch.cat([numbers[:, : x.shape[1]], more], 1).T[None]
+
+    def _powers(self, first: int, end: int) -> Tensor:
+        """d^k for k from first to end - 1: (heads, end - first), fp32 or wider."""
+        decay = self.scale.new_zeros(self.heads) if self.decay is None else self.decay
+        decay = decay.to(torch.promote_types(decay.dtype, torch.float32)).clamp(0, FASTEST)
+        exponent = torch.arange(first, end, device=decay.device)
+        return (exponent * torch.log1p(-decay)[:, None] / self.span).exp()
+
+    def _sums(self, x: Tensor, state: Tensor | None = None) -> Tensor:
+        """s[i] = d s[i - 1] + x[i] of x (batch, tokens, channels), where s[-1] is a state (batch,
+        channels) or zero. Texts longer than the context are summed up one context after another.
+        """
+        found = []
+        for sums in x.split(self.context, 1):
+            tokens = sums.shape[1]
+            if tokens > 1:
+                lags = self._powers(0, tokens)[:, None]
+                sums = triangular_conv(sums, None, None, None, backend=self.backend, lags=lags)
+            if state is not None:
+                fallen = self._powers(1, tokens + 1).T[..., None]  # (tokens, heads, 1)
+                earlier = state.unflatten(-1, (self.heads, -1))[:, None] * fallen
+                sums = sums + earlier.flatten(2)
+            state = sums[:, -1]
+            found.append(sums)
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def flops(self, tokens: int) -> int:
+        """For each channel, products by d and by the scale."""
+        return 2 * self.channels * 2 * tokens

@@ -1,19 +1,15 @@
-"""The layers beside token mixing: linear layers, and an MLP with its nonlinearities."""
+"""Linear layers and nonlinearities, which token mixing and MLPs share."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from .configuration import MaskedMixerConfig
 
 
 class Linear(nn.Linear):
-    """nn.Linear, or several of them with the same input as one, whose outputs stand side by side:
-    Linear(in_features, out_features, ..., bias=True). `parts` has the out_features of each, for an
-    optimizer of whole matrices.
+    """nn.Linear, or several with the same input as one, whose outputs stand side by side. `parts`
+    has the out_features of each, for an optimizer of whole matrices.
     """
 
     def __init__(self, in_features: int, *parts: int, bias: bool = True):
@@ -21,10 +17,22 @@ class Linear(nn.Linear):
         self.parts = parts
 
 
-def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), with Phi the normal distribution function (arXiv 1606.08415), in x's dtype and
-    shape.
+def in_autocast_type(x: Tensor) -> Tensor:
+    """x in the autocast dtype of its device, or as it is without autocast, which leaves an
+    embedding's output in float32: added to it, all that blocks compute would be, and norms and sums
+    would move twice the bytes.
     """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x Phi(x), with Phi the normal distribution function (arXiv 1606.08415)."""
     if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return short_gelu(x)
     return F.gelu(x)
@@ -59,42 +67,3 @@ def short_gelu(x: Tensor) -> Tensor:
         # torch 2.13 makes tests for NaN and infinity, which this sum is spared.
         y = y + slope * (wide + -at)
     return y.to(x.dtype)
-
-
-def relu2(x: Tensor) -> Tensor:
-    """The square of ReLU (arXiv 2109.08668), in x's dtype and shape."""
-    return F.relu(x).square()
-
-
-class MLP(nn.Module):
-    """Two linear layers with a nonlinearity between, on each token by itself."""
-
-    # Set by training to save memory: backward computes the nonlinearity again, and its output is
-    # not kept.
-    recompute_activation = False
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.up_proj = Linear(hidden, wide, bias=bias)
-        self.down_proj = Linear(wide, hidden, bias=bias)
-        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up_proj(x)
-        if self.recompute_activation and torch.is_grad_enabled():
-            return checkpoint(self._down, x, use_reentrant=False)
-        return self._down(x)
-
-    def _down(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(x))
-
-
-def in_autocast_type(x: Tensor) -> Tensor:
-    """x in the autocast dtype of its device, or as it is without autocast.
-
-    An embedding's output, which autocast leaves in float32: added to it, all that blocks compute
-    would be in float32, and norms and sums would move twice the bytes.
-    """
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

@@ -6,19 +6,16 @@ tokens, channels). The variants are built around convolutions, to which they pas
 MixerOptions in configuration.py.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixer.ops.plain import by_head, turn
 
-from .cache import Past
+from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
-from .convolution import KeyedConv, KeyedLagConv, LagConv, TriangularConv
+from .convolution import KeyedConv, KeyedLagConv, LagConv, RecurrentConv, TriangularConv
 from .layers import Linear, gelu
-from .recurrent import RecurrentConv
 
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
@@ -31,25 +28,109 @@ def convolution(config: MaskedMixerConfig, heads: int | None = None) -> Triangul
     return LagConv(config, heads) if form == "lags" else TriangularConv(config, heads)
 
 
-class QueryKey(nn.Module):
-    """What is done to queries and keys, (batch, tokens, heads * size), before their products: an
-    RMS norm in each head (arXiv 2010.04245) with a learned gain of the queries, and a rotation by
-    position (arXiv 2104.09864), as the configuration says.
+class Flat(nn.Module):
+    """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
+    is the paper's flat mixer. Several heads mix their own channels between two projections, laid
+    out head after head; without mixer_projections nothing but the MLP connects the heads. Between
+    blocks of keyed mixing it never has projections, and with mixer_projections one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
+        between = config.mixer_key_size and config.mixer_projections
+        heads = 1 if between else config.num_mixer_heads
+        size, bias = config.hidden_size, config.linear_bias
+        self.projects = heads > 1 and config.mixer_projections
+        if self.projects:
+            self.in_proj = Linear(size, size, bias=bias)
+        self.conv = convolution(config, heads)
+        self.second_conv = convolution(config, heads) if config.mixer_expansion else None
+        if self.projects:
+            self.out_proj = Linear(size, size, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
+        if self.projects:
+            return residual + self.out_proj(self._mixed(self.in_proj(x), None, past))
+        return self._mixed(x, residual, past)
+
+    def _mixed(self, x: Tensor, residual: Tensor | None, past: MixingCache | None) -> Tensor:
+        if self.second_conv is None:
+            return self.conv(x, residual, past)
+        return self.second_conv(gelu(self.conv(x, None, past)), residual, past)
+
+
+class Gated(nn.Module):
+    """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
+    channel by channel, what it offers to others and what it takes of them. As in Hyena with two
+    gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052), but for the convolution. in_proj
+    holds the projections: queries, keys, values, each laid out head after head.
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        parts = [config.hidden_size] * 3
+        self.in_proj = Linear(config.hidden_size, *parts, bias=config.linear_bias)
+        self.conv = convolution(config)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
+
+    def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
+        query, key, value = self.in_proj(x).chunk(3, dim=-1)
+        return residual + self.out_proj(query * self.conv(key * value, None, past))
+
+
+class Keyed(nn.Module):
+    """out_proj(mixed values), where a KeyedConv or attention mixes them by queries and keys, all
+    three projections of x: so a token finds earlier ones by what they are, and not by distance
+    alone. in_proj holds the projections as in Gated.
+
+    Before their products, queries and keys may get an RMS norm in each head (arXiv 2010.04245) with
+    a learned gain of the queries, and a rotation by position (arXiv 2104.09864). Before that, keys
+    may get a learned share of the token's before, channel by channel: so a query can look for what
+    follows a token like its own (arXiv 2209.11895, "induction heads").
+    """
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        keys = config.num_mixer_heads * config.mixer_key_size
+        self.parts = [keys, keys, config.hidden_size]
+        self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
         self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
-        keys = self.heads * config.mixer_key_size
-        self.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
+        self.query_key = nn.Module()  # as checkpoints name the gain
+        self.query_key.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
+        # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
+        by_lag = config.mixing_weight == "lags"
+        kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
+        self.keyed_conv = kind(config)
+        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
+        self.key_share = nn.Parameter(torch.zeros(keys)) if config.mixer_key_shift else None
 
     def forward(
-        self, query: Tensor, key: Tensor, rotation: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
-        if not self.norm and rotation is None:
-            return query, key
-        how = {"norm": self.norm, "rotation": rotation}
-        return turn(query, self.heads, gain=self.gain, **how), turn(key, self.heads, **how)
+        self,
+        x: Tensor,
+        residual: Tensor,
+        past: MixingCache | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """rotation: as `rotations` gives it; values: (batch, tokens, channels), to be added."""
+        query, key, value = self.in_proj(x).split(self.parts, dim=-1)
+        if self.key_share is not None:
+            key = key + self.key_share.to(key.dtype) * self._previous(key, past)
+        if self.norm or rotation is not None:
+            how = {"norm": self.norm, "rotation": rotation}
+            query = turn(query, self.heads, gain=self.query_key.gain, **how)
+            key = turn(key, self.heads, **how)
+        value = value if values is None else value + values
+        return residual + self.out_proj(self.keyed_conv(query, key, value, past))
+
+    def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
+        """Of key (batch, tokens, channels) the one before each, zero before the first."""
+        if past is None:
+            return F.pad(key[:, :-1], (0, 0, 1, 0))
+        keys = past.append(self.place, by_head(key, 1))[:, 0]  # (batch, length, channels)
+        before = (past.positions - 1)[..., None]  # (batch or 1, new, 1)
+        found = keys.gather(1, before.clamp(min=0).expand(len(key), -1, key.shape[2]))
+        return found.masked_fill(before < 0, 0)
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -72,20 +153,19 @@ class Attention(nn.Module):
         self.channels = config.hidden_size
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, past: Past | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
     ) -> Tensor:
         """As KeyedConv.forward."""
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
+        seen = None
         if past is not None:
-            both = past.update(self.place, torch.cat([key, value], -1))
-        if past is None or past.is_empty:
-            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        else:
-            key, value = both[..., : self.key_size], both[..., self.key_size :]
-            # (batch or 1, 1, new, length)
-            place = torch.arange(both.shape[2], device=both.device)
-            seen = place <= past.positions[:, None, :, None]
-            y = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+            both = past.append(self.place, torch.cat([key, value], -1))
+            if not past.is_empty:
+                key, value = both.tensor_split([self.key_size], -1)
+                place = torch.arange(both.shape[2], device=both.device)
+                seen = place <= past.positions[:, None, :, None]  # (batch or 1, 1, new, length)
+        how = {"attn_mask": seen, "is_causal": seen is None}
+        y = F.scaled_dot_product_attention(query, key, value, **how)
         return y.transpose(1, 2).flatten(2)
 
     def flops(self, tokens: int) -> int:
@@ -93,116 +173,9 @@ class Attention(nn.Module):
         return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
 
 
-class Flat(nn.Module):
-    """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
-    is the paper's flat mixer. Several heads mix their own channels between an in-projection and an
-    out-projection, whose weights are laid out head after head; without mixer_projections nothing
-    but the MLP connects the heads. Between blocks of keyed mixing it never has projections, and
-    with mixer_projections one head.
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        between = config.mixer_key_size and config.mixer_projections
-        heads = 1 if between else config.num_mixer_heads
-        size, bias = config.hidden_size, config.linear_bias
-        self.projects = heads > 1 and config.mixer_projections
-        if self.projects:
-            self.in_proj = Linear(size, size, bias=bias)
-        self.conv = convolution(config, heads)
-        self.second_conv = convolution(config, heads) if config.mixer_expansion else None
-        if self.projects:
-            self.out_proj = Linear(size, size, bias=bias)
-
-    def forward(self, x: Tensor, residual: Tensor, past: Past | None = None) -> Tensor:
-        last = None if self.projects else residual  # what the last convolution adds
-        x = self.in_proj(x) if self.projects else x
-        if self.second_conv is None:
-            x = self.conv(x, last, past)
-        else:
-            x = self.second_conv(gelu(self.conv(x, None, past)), last, past)
-        return residual + self.out_proj(x) if self.projects else x
-
-
-class Gated(nn.Module):
-    """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
-    channel by channel, what it offers to others and what it takes of them.
-
-    As in Hyena with two gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052), with a
-    triangular convolution in place of a long one. in_proj holds the projections: queries, keys,
-    values, each laid out head after head.
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        parts = [config.hidden_size] * 3
-        self.in_proj = Linear(config.hidden_size, *parts, bias=config.linear_bias)
-        self.conv = convolution(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
-
-    def forward(self, x: Tensor, residual: Tensor, past: Past | None = None) -> Tensor:
-        query, key, value = self.in_proj(x).chunk(3, dim=-1)
-        return residual + self.out_proj(query * self.conv(key * value, None, past))
-
-
-class Keyed(nn.Module):
-    """out_proj(mixed values), where a KeyedConv or attention mixes them by queries and keys, all
-    three projections of x: so a token finds earlier ones by what they are, and not by distance
-    alone. in_proj holds the projections as in Gated.
-
-    With mixer_key_shift, keys also have a learned share of the token's before, channel by channel.
-    So a query can look for what follows a token like its own (arXiv 2209.11895, "induction heads").
-    """
-
-    def __init__(self, config: MaskedMixerConfig):
-        super().__init__()
-        keys = config.num_mixer_heads * config.mixer_key_size
-        self.parts = [keys, keys, config.hidden_size]
-        self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
-        self.query_key = QueryKey(config)
-        # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
-        by_lag = config.mixing_weight == "lags"
-        kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
-        self.keyed_conv = kind(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
-        self.key_share = nn.Parameter(torch.zeros(keys)) if config.mixer_key_shift else None
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        past: Past | None = None,
-        rotation: tuple[Tensor, Tensor] | None = None,
-        values: Tensor | None = None,
-    ) -> Tensor:
-        """rotation: of queries and keys, as `rotations` gives it. values: (batch, tokens,
-        channels), added to the values.
-        """
-        query, key, value = self.in_proj(x).split(self.parts, dim=-1)
-        if self.key_share is not None:
-            key = key + self.key_share.to(key.dtype) * self._previous(key, past)
-        query, key = self.query_key(query, key, rotation)
-        value = value if values is None else value + values
-        return residual + self.out_proj(self.keyed_conv(query, key, value, past))
-
-    def _previous(self, key: Tensor, past: Past | None) -> Tensor:
-        """The keys of the tokens before those of key (batch, tokens, channels), zero before the
-        first.
-        """
-        if past is None:
-            return F.pad(key[:, :-1], (0, 0, 1, 0))
-        # (batch, heads, length, size of a key)
-        keys = past.update(self.place, by_head(key, self.keyed_conv.heads))
-        before = (past.positions - 1).clamp(min=0)[:, None, :, None]  # (batch or 1, 1, new, 1)
-        rows = keys.gather(2, before.expand(*keys.shape[:2], -1, keys.shape[3]))
-        rows = rows.masked_fill((past.positions == 0)[:, None, :, None], 0)
-        return rows.transpose(1, 2).flatten(2)
-
-
 # Which blocks of which configurations have which variant: the first line whose condition holds for
 # the configuration and the number of the block, from 0 on, decides.
-Condition = Callable[[MaskedMixerConfig, int], bool]
-VARIANTS: list[tuple[Condition, type[nn.Module]]] = [
+VARIANTS = [
     (lambda c, block: c.mixer_key_size > 0 and (block + 1) % c.mixer_keyed_every == 0, Keyed),
     (lambda c, block: c.mixer_gate, Gated),
     (lambda c, block: True, Flat),

@@ -4,6 +4,10 @@ A block is that of a transformer with a learned triangular convolution in place 
 
     x = x + mix(LN(x));  x = x + MLP(LN(x))
 
+In the flat mixer, token i gets mix(x)[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], with
+one learned weight (context, context) for all channels: see TriangularConv in convolution.py, and
+mixing.py for what stands around it in other mixers.
+
 There is no position embedding, because the mixing weight has a number for every pair of positions.
 There is no norm after the last block unless `final_norm` is set, and lm_head has no bias.
 """
@@ -11,21 +15,47 @@ There is no norm after the last block unless `final_norm` is set, and lm_head ha
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .cache import Generation, MixingCache, Past
+from .cache import Generation, MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
-from .layers import MLP, in_autocast_type
+from .layers import Linear, gelu, in_autocast_type, relu2
 from .mixing import Keyed, mixing_class, rotations
 from .padding import Places, PredictedLabels
 
 # The standard deviation of the embedding's initial weights with zero_init; 1 without.
 SMALL_EMBEDDING = 0.05
+
+
+class MLP(nn.Module):
+    """Two linear layers with a nonlinearity between, on each token by itself."""
+
+    # Set by training to save memory: backward computes the nonlinearity again, and its output is
+    # not kept.
+    recompute_activation = False
+
+    def __init__(self, config: MaskedMixerConfig):
+        super().__init__()
+        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
+        self.up_proj = Linear(hidden, wide, bias=bias)
+        self.down_proj = Linear(wide, hidden, bias=bias)
+        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up_proj(x)
+        if self.recompute_activation and torch.is_grad_enabled():
+            return checkpoint(self._down, x, use_reentrant=False)
+        return self._down(x)
+
+    def _down(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(x))
 
 
 class Block(GradientCheckpointingLayer):
@@ -40,12 +70,10 @@ class Block(GradientCheckpointingLayer):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp, self.mlp_first = MLP(config), config.mlp_first
 
-    def forward(
-        self,
-        x: Tensor,  # (batch, tokens, channels)
-        past: Past | None = None,
-        **more,  # what keyed mixing takes
-    ) -> Tensor:
+    def forward(self, x: Tensor, past: MixingCache | None = None, **more) -> Tensor:
+        """x and the result are (batch, tokens, channels). `more` is what keyed mixing takes."""
+        if past is not None:
+            past.positions = past.positions.to(x.device)  # of this block, with a device_map
         if self.mlp_first:
             x = x + self.mlp(self.mlp_norm(x))
         x = self.mixing(self.mixing_norm(x), x, past, **more)
@@ -65,9 +93,10 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
         """Each layer gets the author's initial weights, so that runs of the two can be compared:
         PyTorch's own defaults, or those of kaiming_init.
         """
+        zero_init, kaiming_init = self.config.zero_init, self.config.kaiming_init
         if isinstance(module, TriangularConv):
             module.reset_parameters()
-        elif isinstance(module, nn.Linear) and self.config.kaiming_init:
+        elif isinstance(module, nn.Linear) and kaiming_init:
             initialization.kaiming_normal_(module.weight)
             if module.bias is not None:
                 initialization.zeros_(module.bias)
@@ -77,18 +106,17 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
                 bound = 1 / math.sqrt(module.in_features)
                 initialization.uniform_(module.bias, -bound, bound)
         elif isinstance(module, nn.Embedding):
-            std = SMALL_EMBEDDING if self.config.zero_init else 1.0
-            initialization.normal_(module.weight, std=std)
-        elif isinstance(module, Block) and self.config.zero_init:
+            initialization.normal_(module.weight, std=SMALL_EMBEDDING if zero_init else 1.0)
+        elif isinstance(module, nn.LayerNorm):
+            initialization.ones_(module.weight)
+            initialization.zeros_(module.bias)
+        elif isinstance(module, Block) and zero_init:
             for name, parameter in module.named_parameters():
                 if ".out_proj." in name or ".down_proj." in name:
                     initialization.zeros_(parameter)
         elif isinstance(module, MaskedMixerModel):
             for table in module.value_tables.values():
                 initialization.zeros_(table.weight)
-        elif isinstance(module, nn.LayerNorm):
-            initialization.ones_(module.weight)
-            initialization.zeros_(module.bias)
 
 
 class MaskedMixerModel(MaskedMixerPreTrainedModel):
@@ -98,17 +126,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        numbers = range(config.num_hidden_layers)
+        sizes, numbers = (config.vocab_size, config.hidden_size), range(config.num_hidden_layers)
+        self.embed_tokens = nn.Embedding(*sizes)
         self.layers = nn.ModuleList(Block(config, number) for number in numbers)
         every = config.value_embeddings  # blocks have one; the last block of all is one of these
-        self.value_tables = nn.ModuleDict(
-            {
-                str(number): nn.Embedding(config.vocab_size, config.hidden_size)
-                for number in numbers
-                if every and (number + 1) % every == 0
-            }
-        )
+        with_values = [number for number in numbers if every and (number + 1) % every == 0]
+        self.value_tables = nn.ModuleDict({str(n): nn.Embedding(*sizes) for n in with_values})
         final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.norm = final_norm if config.final_norm else nn.Identity()
         self.post_init()
@@ -123,9 +146,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """The hidden states of new tokens; see MaskedMixerForCausalLM.forward for arguments and
-        errors.
-        """
+        """For arguments and errors see MaskedMixerForCausalLM.forward."""
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
             use_cache = False  # a block that is computed again would write to it twice
@@ -133,36 +154,20 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             past_key_values = MixingCache(self.config)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        states: list[Tensor] | None = [] if output_hidden_states else None
-        places = past = None
-        if attention_mask is not None:
-            places = Places(attention_mask, input_ids.shape[1])
-            input_ids = places.gather(input_ids)
-        if past_key_values is not None:
-            past = Past(past_key_values, self._positions(input_ids, past_key_values, places))
-        if past is None or past.is_empty or input_ids.shape[1] > 1 or states is not None:
-            x = self._blocks(input_ids, past, states)
+        past, states = past_key_values, [] if output_hidden_states else None
+        places = Places(attention_mask, input_ids.shape[1])
+        input_ids = places.gather(input_ids)
+        if past is None:
+            x = self._blocks(input_ids, None, states)
         else:
-            x = past_key_values.step(self._blocks, input_ids, past)
-        if past is not None:
-            past_key_values.length += input_ids.shape[1]
-        if places is not None:
-            x, states = places.restore(x), states and [places.restore(state) for state in states]
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=past_key_values,
-            hidden_states=states and tuple(states),
-        )
-
-    def _positions(self, input_ids: Tensor, cache: MixingCache, places: Places | None) -> Tensor:
-        """Where tokens stand that follow those in the cache, (batch or 1, new) int64."""
-        if places is not None:
-            return places.positions(mark_padding=self.config.mixing_weight in RECURRENT)
-        end = cache.length + input_ids.shape[1]
-        return torch.arange(cache.length, end, device=input_ids.device)[None]
+            mark_padding = self.config.mixing_weight in RECURRENT
+            past.positions = places.positions(past.length, input_ids.device, mark_padding)
+            x = past.run(self._blocks, input_ids, states)
+        x, states = places.restore(x), states and tuple(map(places.restore, states))
+        return BaseModelOutputWithPast(x, past, hidden_states=states)
 
     def _blocks(
-        self, input_ids: Tensor, past: Past | None, states: list[Tensor] | None = None
+        self, input_ids: Tensor, past: MixingCache | None, states: list[Tensor] | None = None
     ) -> Tensor:
         """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
         is filled with the embedding and the output of each block, the last one after the norm.
@@ -176,9 +181,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         for number, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
-            more = {}
-            if rotation and isinstance(layer.mixing, Keyed):
-                more["rotation"] = rotation
+            more = {"rotation": rotation} if isinstance(layer.mixing, Keyed) else {}
             if str(number) in self.value_tables:
                 more["values"] = in_autocast_type(self.value_tables[str(number)](input_ids))
             x = layer(x, past, **more)
@@ -190,16 +193,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
     def _check(self, input_ids, attention_mask, cache, others: dict) -> None:
         """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
         # Other models read these. Ignoring them without an error would give wrong results.
-        unread = [n for n in ("inputs_embeds", "position_ids") if others.get(n) is not None]
-        if input_ids is None or unread:
+        odd = [name for name in ("inputs_embeds", "position_ids") if others.get(name) is not None]
+        odd += [] if cache is None or isinstance(cache, MixingCache) else [type(cache).__name__]
+        if input_ids is None or odd:
             raise ValueError(
-                f"{' and '.join(unread) or 'no input_ids'} given; a masked mixer reads input_ids "
-                "alone: give these, and an attention_mask for padding"
-            )
-        if cache is not None and not isinstance(cache, MixingCache):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; a masked mixer needs a MixingCache: "
-                "leave it out, or give the one that an earlier call with use_cache=True returned"
+                f"{' and '.join(odd) or 'no input_ids'} given; a masked mixer reads input_ids, an "
+                "attention_mask for padding, and as past_key_values a MixingCache"
             )
         (batch, new), context = input_ids.shape, self.config.longest_text
         past = cache.length if cache is not None else 0
@@ -210,21 +209,17 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"model's context of {context}: give another input, or past_key_values.reset() "
                 "before another text"
             )
-        if attention_mask is not None and tuple(attention_mask.shape) != (batch, past + new):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be "
-                f"{(batch, past + new)}: (batch, tokens), with those in the cache"
-            )
+        shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
+        if shape != (batch, past + new):
+            raise ValueError(f"attention_mask has shape {shape}; allowed: {(batch, past + new)}")
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
 class MaskedMixerForCausalLM(
     MaskedMixerPreTrainedModel, Generation, PredictedLabels, GenerationMixin
 ):
-    """The language model: MaskedMixerModel and lm_head.
-
-    `AutoModelForCausalLM.from_pretrained` loads one after `import mixer`, and with
-    trust_remote_code=True without it.
+    """The language model: MaskedMixerModel and lm_head. AutoModelForCausalLM.from_pretrained loads
+    one after `import mixer`, and with trust_remote_code=True without it.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -242,51 +237,30 @@ class MaskedMixerForCausalLM(
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        past_key_values: MixingCache | None = None,
-        use_cache: bool = False,
-        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the mean cross-entropy in nats if labels are given.
 
         Args:
-            input_ids: (batch, tokens) int64. Together with the tokens in the cache there may be at
-                most max_position_embeddings; any number with recurrent mixing weights.
+            input_ids: (batch, tokens) int64. With those in the cache there may be as many tokens as
+                the context has; any number with recurrent mixing weights.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
                 on either side. Each text is computed as if it stood alone; a padded place repeats
                 the logits of the token before it, and has zeros where there is none.
             labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
-                tokens that are not scored. The first token of a text is never scored, because
-                nothing predicts it.
-            logits_to_keep: compute the logits of only the last so many tokens, or of these
-                positions; 0 for all.
-            past_key_values: the cache that an earlier call returned, which these tokens follow. It
-                is changed in place.
-            use_cache: return a cache; generate() sets it. While training with gradient
-                checkpointing there is none.
-            output_hidden_states: return them too; None for what the configuration says.
-            num_items_in_batch: how many labels are scored in all micro-batches of a step. The loss
-                is then a sum divided by this number, in place of a mean.
+                tokens that are not scored. The first token of a text never is.
+            logits_to_keep: of how many last tokens, or of which positions; 0 for all.
+            past_key_values: the cache that an earlier call returned; it is changed in place.
+            use_cache: return a cache. While training with gradient checkpointing there is none.
+            output_hidden_states: return the embedding and the output of each block, the last one
+                after the final norm, (batch, tokens, hidden_size) each.
+            num_items_in_batch: the loss is a sum divided by this number, in place of a mean.
 
-        Returns:
-            CausalLMOutputWithPast with logits (batch, kept tokens, vocab_size), loss,
-            past_key_values and hidden_states: the embedding and the output of each block, the last
-            one after the final norm, (batch, tokens, hidden_size) each.
-
-        Raises:
-            ValueError: there are no tokens or more than the context has; attention_mask has another
-                shape; the cache is of another kind; inputs_embeds or position_ids are given, which
-                this model does not read.
+        Returns logits (batch, kept tokens, vocab_size), loss, past_key_values and hidden_states.
+        Raises ValueError for more tokens than the context has, another shape of attention_mask, and
+        what this model does not read: inputs_embeds, position_ids, other caches.
         """
-        output = self.model(
-            input_ids,
-            attention_mask,
-            past_key_values,
-            use_cache,
-            output_hidden_states,
-            return_dict=True,
-            **kwargs,
-        )
+        output = self.model(input_ids, attention_mask, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
@@ -296,19 +270,15 @@ class MaskedMixerForCausalLM(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
+            loss, logits, output.past_key_values, hidden_states=output.hidden_states
         )
 
     def extend_context(self, context: int) -> None:
-        """Lets a model with mixing weights by lag read more tokens than it was trained with, up to
-        `context`. Distances beyond the trained ones get no weight of their own: in keyed mixing the
-        initial decay goes on, elsewhere the weight is zero.
+        """Lets a model with mixing weights by lag read up to `context` tokens, more than it was
+        trained with. Distances beyond the trained ones get no weight of their own: in keyed mixing
+        the initial decay goes on, elsewhere the weight is zero.
 
-        Raises ValueError for other mixing weights, which have no numbers for more tokens, and for a
-        context below the present one.
+        Raises ValueError for other mixing weights and for a context below the present one.
         """
         present, form = self.config.max_position_embeddings, self.config.mixing_weight
         if context < present or form != "lags":
@@ -322,14 +292,12 @@ class MaskedMixerForCausalLM(
         self.config.max_position_embeddings = context
 
     def flops_per_token(self) -> dict[str, float]:
-        """Floating-point operations of one training step per token of a text as long as the
-        context: forward, and backward, which costs twice as much. A multiplication and an addition
-        are two operations. Norms, GELU, embedding and softmax are left out, as is customary.
+        """Floating-point operations of one training step, forward and backward, per token of a text
+        as long as the context; a multiplication and an addition are two.
 
-        Returns:
-            `useful`: every product that the model is defined by. A triangle is counted exactly: a
-            token is mixed with (tokens + 1) / 2 others on average.
-            `token_mixing`: the part of `useful` that is spent in the triangular convolutions.
+        Returns `useful`: every product that the model is defined by, of a triangle its exact half,
+        but not norms, nonlinearities, embedding and softmax, as is customary; and `token_mixing`,
+        the part of it that is spent in the triangular convolutions.
         """
         tokens, parts = self.config.max_position_embeddings, list(self.modules())
         linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))

@@ -1,8 +1,5 @@
-"""Padded batches: where the tokens of each text stand, and which of their labels are scored.
-
-A token keeps the position that it has in its own text, counted from 0, whatever padding surrounds
-it in the batch. The mixing weight has a row for every position, so a padded text must be mixed as
-if it stood alone.
+"""Padded batches: where the tokens of each text stand, and which of their labels are scored. A text
+is mixed as if it stood alone, since the mixing weight has a row for each of its positions.
 """
 
 from functools import wraps
@@ -19,35 +16,36 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "Mask
 
 
 class Places:
-    """Where the tokens of a padded batch stand, each in its own text. Made from an attention mask
-    (batch, past + new) of 1 for a token and 0 for padding.
+    """Where the new tokens of a batch stand, from an attention mask (batch, past + new) of 1 for a
+    token and 0 for padding; None for no padding.
 
-    The model works on `gather(input_ids)`: the new tokens of each text at the front, and padding
-    behind them, where no token can see it. `restore` puts the results back into the columns of the
-    input. A padded place gets the result of the last token before it, so the last column holds the
-    prediction of every text, whichever side is padded. That column is what `generate` reads. Before
-    the first token stand zeros: a loss over all columns would learn from anything else there.
+    The model works on `gather(input_ids)`: the tokens of each text at the front, and padding behind
+    them, where no token can see it. `restore` puts the results back into the input's columns. A
+    padded place gets the result of the last token before it, so that the last column, which
+    `generate` reads, has the prediction of every text, whichever side is padded. Before the first
+    token stand zeros: a loss over all columns would learn from anything else there.
     """
 
-    def __init__(self, mask: Tensor, new: int):
+    def __init__(self, mask: Tensor | None, new: int):
+        self.order, self.new, self.is_padded = None, new, mask is not None
+        if not self.is_padded:
+            return
         taken = mask[:, -new:].bool()
-        # (batch, 1): how many tokens of each text are in the cache
-        self.starts = mask[:, :-new].bool().sum(1, keepdim=True)
-        self.count = taken.cumsum(1)  # (batch, new): new tokens up to each column
-        # (batch, new): for each column, its place among the gathered ones
-        self.index = (self.count - 1).clamp(min=0)
-        # (batch, new): the columns with tokens, then those with padding. Of one there is no order.
-        padding = taken.logical_not().to(torch.uint8)
-        self.order = padding.argsort(dim=1, stable=True) if new > 1 else None
+        # (batch, 1): tokens of each text in the cache; (batch, new): new ones up to each column
+        self.starts, self.count = mask[:, :-new].bool().sum(1, keepdim=True), taken.cumsum(1)
+        if new > 1:  # (batch, new): the columns with tokens, then those with padding
+            self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
 
     def gather(self, input_ids: Tensor) -> Tensor:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
 
-    def positions(self, mark_padding: bool) -> Tensor:
-        """Where the gathered tokens stand, (batch, new) int64. Padding stands behind each text, or
-        at -1 if it is to be marked.
+    def positions(self, earlier: int, device: torch.device, mark_padding: bool) -> Tensor:
+        """Of the gathered tokens, behind `earlier` columns in the cache: (batch or 1, new) int64.
+        Padding stands behind each text, or at -1 if it is to be marked.
         """
-        place = torch.arange(self.count.shape[1], device=self.count.device)
+        place = torch.arange(self.new, device=device)
+        if not self.is_padded:
+            return earlier + place[None]
         padding = (place >= self.count[:, -1:]) & mark_padding
         return (self.starts + place).masked_fill(padding, -1)
 
@@ -55,33 +53,27 @@ class Places:
         """x (batch, new, channels), back in the order of the input's columns."""
         if self.order is None:
             return x
-        before = self.starts + self.count == 0  # the first token of all
-        return x.gather(1, self.index[..., None].expand_as(x)).masked_fill(before[..., None], 0)
-
-    def unpredicted(self) -> Tensor:
-        """(batch, new) bool: the columns up to the first token of each text, which nothing
-        predicts.
-        """
-        return self.starts + self.index == 0
+        column = (self.count - 1).clamp(min=0)[..., None].expand_as(x)
+        before = self.starts + self.count == 0  # the first token
+        return x.gather(1, column).masked_fill(before[..., None], 0)
 
 
 class PredictedLabels(nn.Module):
-    """The part of MaskedMixerForCausalLM that scores labels, also where transformers' Trainer
-    counts them.
+    """Which labels MaskedMixerForCausalLM scores, also where transformers' Trainer counts them.
 
-    The Trainer counts the labels of all micro-batches of a step and gives each the sum,
-    num_items_in_batch. As it ignores attention_mask, it would also count the first token after
-    padding on the left.
+    The Trainer gives each micro-batch of a step num_items_in_batch, the number of labels in all of
+    them. As it ignores attention_mask, it would also count the first token after padding on the
+    left, which nothing predicts.
     """
 
     @staticmethod
     def predicted_labels(labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """labels (batch, tokens) with -100 for the first token of each text, which nothing
-        predicts. attention_mask is that of `forward`.
+        """labels (batch, tokens) with -100 for the first token of each text. attention_mask is that
+        of `forward`.
         """
-        mask = torch.ones_like(labels) if attention_mask is None else attention_mask
-        first = Places(mask, labels.shape[1]).unpredicted().to(labels.device)
-        return labels.masked_fill(first, -100)
+        mask = labels.new_ones(labels.shape) if attention_mask is None else attention_mask
+        seen = mask.to(labels.device).bool().cumsum(1)[:, -labels.shape[1] :]
+        return labels.masked_fill(seen <= 1, -100)
 
     @property
     def accepts_loss_kwargs(self) -> bool:

@@ -1,20 +1,24 @@
-"""Recurrent mixing weights: what they compute, and generation with a state of constant size."""
+"""Mixing weights that do not grow with the square of the context: by lag, one number for each
+distance of two tokens; and recurrent, with which generation has a state of constant size.
+"""
 
 import pytest
 import torch
-from models import generate, lively_model, padded, prompts, small_model, tokens
+from models import MIXINGS, generate, lively_model, padded, prompts, small_model, tokens
 from runs import read_losses
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mixer.common.errors import UserError
+from mixer import MaskedMixerForCausalLM
 from mixer.generate import continuations
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
-from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.models.masked_mixer.recurrent import RecurrentConv
+from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
+BY_LAG = ["model.mixing_weight=lags", "model.num_mixer_heads=2", "model.mixing_init=shift"]
+BY_LAG += ["model.max_position_embeddings=24"]  # no other size of the small run
 every_form = pytest.mark.parametrize("form", RECURRENT)
 HEADS = {"num_mixer_heads": 2, "mixing_decay": True}
 
@@ -108,19 +112,43 @@ def test_a_run_trains_scale_and_decay_and_its_checkpoint_writes_behind_the_conte
     assert len(continuations(str(checkpoint), ["def"], 2 * context, 0.0, 0)[0]) > context
 
 
-def test_what_recurrences_do_not_have_is_refused():
-    for settings, words in (
-        (
-            "mixing_weight=columns mixer_key_size=4",
-            "mixer_key_size = 4; .* full and lags with keys",
-        ),
-        ("mixing_weight=columns mixer_kernel_size=3", "size = 3; .* full and lags with taps"),
-        ("mixing_decay=true", "mixing_decay = True and .*'full'; .* rows, columns, mixed"),
-    ):
-        with pytest.raises(UserError, match=words):
-            load_config(None, [f"model.{setting}" for setting in settings.split()])
+def test_a_sum_cannot_forget_tokens():
     model = small_model(mixing_weight="rows")
-    with pytest.raises(
-        ValueError, match="a sum, which cannot forget tokens: leave out prompt lookup"
-    ):
+    with pytest.raises(ValueError, match="cannot forget tokens: leave out prompt lookup"):
         model.generate(tokens(1), max_new_tokens=4, prompt_lookup_num_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ("lags", "keyed-lags"))
+def test_a_model_reads_and_writes_beyond_its_context(kind):
+    model, ids = small_model(**MIXINGS[kind]), tokens(batch=2, length=30)
+    before = model(ids[:, :12]).logits
+    with pytest.raises(ValueError, match="the input has 30 tokens; .* the model's context of 12"):
+        model(ids)
+    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\)"):
+        generate(model, ids)
+    model.extend_context(40)
+    assert torch.allclose(model(ids).logits[:, :12], before, atol=1e-6)
+    written = generate(model, ids)
+    assert torch.equal(written, generate(model, ids, use_cache=False))
+    with pytest.raises(ValueError, match="mixing_weight 'full' .*; allowed: a longer context"):
+        small_model().extend_context(40)
+
+
+@pytest.mark.parametrize(
+    "kind", (["model.mixer_gate=true"], ["model.mixer_key_size=4"]), ids=("gated", "keyed")
+)
+def test_training_keeps_nothing_that_grows_with_the_square_of_the_context(
+    kind, write_config, tmp_path
+):
+    path = str(write_config(name="lags"))
+    model = train(load_config(path, [*BY_LAG, *kind, "optim.name=muon", "optim.lr=1e-2"]))
+    losses = read_losses(tmp_path / "runs/lags")
+    assert losses[12] < losses[1] - 0.2
+    context, step = model.config.max_position_embeddings, tmp_path / "runs/lags/step-12"
+    for file in (step / "model.safetensors", *step.glob("trainer_state/optimizer*.safetensors")):
+        for name, tensor in load_file(file).items():
+            assert tensor.shape[-1:] != (context,) or tensor.numel() < context**2, (
+                f"{name} in {file.name}"
+            )
+    again, ids = MaskedMixerForCausalLM.from_pretrained(step), tokens(length=context)
+    assert torch.equal(again(ids).logits, model.cpu().eval()(ids).logits)
