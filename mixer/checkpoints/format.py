@@ -39,7 +39,7 @@ from typing import Any
 
 from mixer.common.errors import Say, UserError
 from mixer.common.files import has_sha256, if_supported, publish, sha256
-from mixer.common.parsing import NONE, object_problem, read_json
+from mixer.common.parsing import NONE, read_json
 
 FORMAT = 2
 STATE = "trainer_state"
@@ -102,20 +102,16 @@ def damage(checkpoint: Path, whole: bool = True) -> str | None:
         return "there is no such directory"
     try:
         listing = read_json(checkpoint / LISTING, REMEDY)
+        for name, known in listing.items():
+            is_read = whole or name == TRAINER or not name.startswith(f"{STATE}/")
+            if is_read and not has_sha256(checkpoint / name, known["sha256"]):
+                return f"{name} is not what was written (its SHA-256 differs)"
     except UserError as error:
         return str(error)
-    for name, known in listing.items():
-        if problem := object_problem(known, {"size": int, "sha256": str}):
-            return f"{LISTING} is damaged ({name!r}: {problem})"
-        file = checkpoint / name
-        if not whole and name.startswith(f"{STATE}/") and name != TRAINER:
-            continue
-        try:
-            same_size = file.stat().st_size == known["size"]
-            if not (same_size and has_sha256(file, known["sha256"])):
-                return f"{name} is not what was written (its size or its SHA-256 differs)"
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
+    except (KeyError, TypeError, ValueError):
+        return f"{LISTING} is damaged: {name!r} is {known!r:.60}"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
     found = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
     ignored = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
     added = [name for name in found - {LISTING, *listing} if not ignored.fullmatch(name)]

@@ -1,6 +1,4 @@
-"""How a command speaks and ends: errors that the user can fix, lines of progress, and which process
-of a launch prints them.
-"""
+"""How a command speaks and ends, and which process of a launch this is."""
 
 import argparse
 import multiprocessing
@@ -17,15 +15,13 @@ Say = Callable[[str], None]
 
 class UserError(Exception):
     """An error that the user can fix. The message says what was given, what is allowed and what to
-    do.
-
-    Commands print it as `error: ...` without a traceback and exit with status 2 (`run_command`).
+    do. Commands print it without a traceback and exit with status 2 (`run_command`).
     """
 
 
 class NotFinite(UserError):
-    """Numbers of a run are NaN or infinite: its training has diverged. The message says so in the
-    words "not finite".
+    """Numbers of a run are NaN or infinite: its training has diverged. The message says "not
+    finite".
     """
 
 
@@ -37,11 +33,8 @@ def command_parser(name: str | None, about: str, **how) -> argparse.ArgumentPars
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's `main`. On a UserError, or an error of the system such as a full disk,
-    prints the message to stderr and exits with status 2; on Ctrl-C with 130.
-
-    In a launch of several processes only rank 0 prints: what fails before the processes connect
-    fails in all of them alike.
+    """Runs a command's `main`. A UserError, or an error of the system such as a full disk, becomes
+    a line on stderr and exit status 2; Ctrl-C becomes 130. In a launch only rank 0 prints.
     """
     sys.excepthook = end_at_interrupt
     if sys.stdout is None:  # the shell has closed it
@@ -55,7 +48,7 @@ def run_command(main: Callable[[], None]) -> None:
         finally:
             sys.stdout.flush()
     except (UserError, OSError) as error:
-        if isinstance(error, OSError):  # perhaps of stdout, and Python writes there once more
+        if isinstance(error, OSError):  # perhaps of stdout, which Python would flush once more
             sys.stdout = open(os.devnull, "w")
         say_on_stderr(f"error: {error}")
         sys.exit(2)
@@ -70,9 +63,7 @@ def end_at_interrupt(kind, error, trace) -> None:
 
 
 def end_with_parent() -> None:
-    """For a process of multiprocessing: SIGTERM when the process that started it has ended, however
-    that was.
-    """
+    """Sends SIGTERM to this process of multiprocessing when the one that started it has ended."""
 
     def wait() -> None:
         multiprocessing.parent_process().join()
@@ -82,18 +73,22 @@ def end_with_parent() -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The error's type and the first line of its message, without the advice and traces below it.
-
-    Where the first line ends in a colon, the second line follows.
+    """The error's type and the first line of its message, with the second where the first ends in
+    a colon; without the advice and traces below.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     return f"{type(error).__name__}: {' '.join(said)}"
 
 
+def say_on_stderr(line: str) -> None:
+    """For commands whose stdout is their result. Of several processes the first one prints."""
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
 # ------------------------------------------------------------------------- processes of a launch
-# What a launcher such as torchrun sets in the environment. A pod or a job script may set such
-# variables too, so a rank counts only where the others fit it.
+# A launcher such as torchrun sets all these variables. Pods and job scripts may set some of them.
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 NAMES = (*PLACE, "MASTER_ADDR", "MASTER_PORT")
@@ -113,19 +108,11 @@ def rank() -> int:
     return int(os.environ["RANK"]) if is_launched() else 0
 
 
-def say_on_stderr(line: str) -> None:
-    """For commands whose stdout is their result. Of several processes the first one prints."""
-    if rank() == 0:
-        print(line, file=sys.stderr, flush=True)
-
-
 def oddity() -> str:
-    """What is wrong with the environment where it has a rank, or several processes, without a
-    launcher; "" if nothing is.
-    """
+    """What is wrong with an environment that names a rank without a launcher; "" if nothing is."""
     given = {name: os.environ[name] for name in NAMES if name in os.environ}
-    is_first = "LOCAL_RANK" not in given and given.get("RANK", "0") == "0"
-    if is_launched() or (is_first and given.get("WORLD_SIZE", "1") == "1"):
+    place = {name: value for name, value in given.items() if name in PLACE}
+    if is_launched() or place.items() <= {"RANK": "0", "WORLD_SIZE": "1"}.items():
         return ""
     said = " ".join(f"{name}={value}" for name, value in given.items())
     return (

@@ -35,23 +35,19 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yields where to write a file. It gets its name, `path`, when it is whole and on the disk.
 
     A reader finds the old file or the new one, also after a kill or on a full disk. Several
-    processes write it one after the other. Missing directories are made. A link stays, and the file
-    that it points to is written. Raises UserError where it cannot be written, and leaves all as it
-    was.
+    processes write it one after the other. Missing directories are made, and a link is followed.
+    Raises UserError where it cannot be written, and leaves all as it was.
     """
     path = Path(os.path.realpath(path))
     with _all_or_nothing(path, path) as stage:
         yield stage
-        _settle(stage)
-        os.replace(stage, path)
-        flush(path.parent)
+        publish(stage, path)
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """`whole_file` for several files: what is written into the directory that it yields appears in
-    `directory` when all of it is on the disk, with the directory itself if that is new. In one that
-    exists, files of the same names are replaced one by one, and others stay.
+    """`whole_file` for a directory: what is written into the one that it yields appears in
+    `directory`. If that exists, files of the same names are replaced, and others stay.
     """
     # Inside a directory that exists, which may be a mounted disk.
     inside = directory / directory.resolve().name if directory.is_dir() else directory
@@ -61,18 +57,22 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         publish(stage, directory)
 
 
-def publish(stage: Path, directory: Path) -> None:
-    """Gives a directory its name when all of it is on the disk. Where there is a directory of that
-    name, its files are replaced.
+def publish(stage: Path, final: Path) -> None:
+    """Gives a file or a directory its name when all of it is on the disk. In a directory that
+    exists, files are replaced one by one.
     """
-    _settle(*stage.rglob("*"), stage)
-    if not directory.is_dir():
-        os.rename(stage, directory)
-        flush(directory.parent)
-        return
-    for file in stage.iterdir():
-        os.replace(file, directory / file.name)
-    flush(directory)
+    for path in (*stage.rglob("*"), stage):
+        if path.suffix == ".safetensors":  # whose library lets only the owner read its files
+            otherwise = "other users may be unable to read the weights"
+            if_supported(otherwise, os.chmod, path, 0o666 & ~UMASK)
+        flush(path)
+    if stage.is_dir() and final.is_dir():
+        for file in stage.iterdir():
+            os.replace(file, final / file.name)
+        flush(final)
+    else:
+        os.replace(stage, final)
+        flush(final.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -99,10 +99,10 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
     try:
         with locked(lock, lambda: say_on_stderr(waiting)):
             try:
-                _remove(stage)  # what a killed process has left
+                remove(stage)  # what a killed process has left
                 yield stage
             finally:
-                _remove(stage)
+                remove(stage)
     except Exception as error:
         system = as_system_error(error)
         if not isinstance(system, OSError):
@@ -120,21 +120,11 @@ def as_system_error(error: BaseException) -> BaseException:
     return OSError(str(error)) if is_wrapped else error
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
-def _settle(*paths: Path) -> None:
-    """Waits until files and the names in directories are on the disk."""
-    for path in paths:
-        if path.suffix == ".safetensors":  # whose library lets only the owner read its files
-            otherwise = "other users may be unable to read the weights"
-            if_supported(otherwise, os.chmod, path, 0o666 & ~UMASK)
-        flush(path)
+def remove(path: Path) -> None:
+    """Deletes a file or directory. What cannot be deleted stays."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def flush(path: Path) -> None:
@@ -167,10 +157,9 @@ _warn = functools.cache(say_on_stderr)  # once
 
 
 @contextmanager
-def locked(file: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds an exclusive lock on a file. The file and its missing directories are made for this.
-    In the end the file is removed, and so are those directories if they are empty. The system drops
-    the lock when this process dies.
+def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds an exclusive lock on a file, which the system drops when this process dies. The file
+    and its missing directories are made for this, and removed in the end, the directories if empty.
 
     `waiting` is called if another process holds the lock, before this one waits for it.
     """
@@ -185,7 +174,7 @@ def locked(file: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
                 except BlockingIOError:
                     waiting()
                     fcntl.flock(opened, fcntl.LOCK_EX)
-                if not _is_at(opened.fileno(), file):  # the one that held the lock removed it
+                if os.fstat(opened.fileno()).st_nlink == 0:  # whoever held the lock removed it
                     continue
                 try:
                     yield
@@ -196,13 +185,6 @@ def locked(file: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
         for directory in missing:
             with suppress(OSError):
                 directory.rmdir()
-
-
-def _is_at(descriptor: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except FileNotFoundError:
-        return False
 
 
 def run_locked(directory: Path) -> AbstractContextManager[None]:
@@ -255,12 +237,11 @@ def check_writable(directory: Path) -> None:
 
 
 def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "") -> Path:
-    """The directory for results about a checkpoint, such as runs/demo/eval-step-600. It is beside
-    the checkpoint, whose own files training has listed and nothing may change.
+    """The directory for results about a checkpoint, such as runs/demo/eval-step-600, beside the
+    checkpoint, whose own files nothing may change.
 
     about: what else the results are of; what no name of a file can be is left out. asked: all that
-    was asked for, if it is not the default. Its hash is in the name, so that what was asked for in
-    another way has another directory.
+    was asked for, if it is not the default. Its hash makes the name this request's own.
     """
     about = re.sub(r"[^\w.]+", "-", about)[:40].strip("-.")
     own = asked and hashlib.sha256(asked.encode(errors="replace")).hexdigest()[:6]
@@ -269,8 +250,6 @@ def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "")
 
 
 # ------------------------------------------------------------------------- SHA-256
-# A large file is read once on each machine: that it was found good is remembered in the cache
-# directory, for as long as its size and its times of change stay the same.
 
 
 def cache_home() -> Path:
@@ -290,23 +269,24 @@ def sha256(path: Path) -> str:
 
 
 def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
-    """Whether the file's SHA-256 is `recorded`. A file that was found good before is not read,
-    where the cache directory can be used. `say` is told of a file that takes long.
+    """Whether the file's SHA-256 is `recorded`. A file that was found good is not read again on
+    this machine until it changes. `say` is told of a file that takes long.
 
     Raises OSError where the file cannot be read.
     """
-    with suppress(OSError, RuntimeError):
-        if note_of(path, recorded).exists():
-            return True
-    if (size := os.path.getsize(path)) > LARGE:
-        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
-    if sha256(path) != recorded:
-        return False
-    with suppress(OSError, RuntimeError):
+    note, size = None, path.stat().st_size
+    with suppress(OSError, RuntimeError):  # where there is no cache
         note = note_of(path, recorded)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    return True
+        if note.exists():
+            return True
+    if size > LARGE:
+        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
+    is_good = sha256(path) == recorded
+    with suppress(OSError):
+        if is_good and note:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
+    return is_good
 
 
 def note_of(path: Path, recorded: str) -> Path:

@@ -27,8 +27,7 @@ def read_json(
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        _require_plain_text(values)
-        problem = object_problem(values, required or {})
+        problem = _object_problem(values, required or {})
     except OSError as error:
         raise UserError(f"{file} cannot be read ({first_line(error)}): {remedy}") from None
     except (ValueError, RecursionError) as error:
@@ -38,26 +37,24 @@ def read_json(
     return values
 
 
-def object_problem(values: Any, required: Mapping[str, Kind]) -> str | None:
-    """What is wrong with an object from a JSON file, see `read_json`; None if nothing is."""
+def _object_problem(values: Any, required: Mapping[str, Kind]) -> str:
+    """What is wrong with a file's content; "" if nothing is. Raises ValueError for text that no
+    file or file name can hold.
+    """
+    text = json.dumps(values, ensure_ascii=False)
+    text.encode()  # raises for a lone surrogate
+    if "\\u0000" in text:
+        return "it holds a null character"
     if not isinstance(values, dict):
         return f"it holds {type(values).__name__}, allowed: an object with keys"
-    if missing := [key for key in required if key not in values]:
-        return f"{', '.join(missing)} missing"
     for key, kind in required.items():
         kinds = kind if isinstance(kind, tuple) else (kind,)
+        if key not in values:
+            return f"{key} missing"
         if type(values[key]) not in kinds:
             allowed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
             return f"{key} = {repr(values[key])[:60]}, allowed: {allowed}"
-    return None
-
-
-def _require_plain_text(values: Any) -> None:
-    """Raises ValueError for text that no file or file name can hold."""
-    text = json.dumps(values, ensure_ascii=False)
-    if "\\u0000" in text:
-        raise ValueError("it holds a null character")
-    text.encode()  # raises for a lone surrogate
+    return ""
 
 
 # The core schema of YAML 1.2: tag -> (what text of that kind is, the characters it begins with).

@@ -106,7 +106,7 @@ def test_a_link_that_moves_while_a_command_reads_is_followed_once(finished, monk
         "inspect": ["--checkpoint", str(best), *copy],
         "generate": ["--checkpoint", str(best), "--prompt", "def", "--new-tokens", "2"],
         "export": [str(best), "--output", str(finished / "exported"), "--license", "mit"],
-        "convert": [str(best), "--output", str(finished / "lags"), "--mixing-weight", "lags"],
+        "convert": [str(best), "--output", str(finished / "back.safetensors"), "--back"],
     }.items():
         point("step-8")
         monkeypatch.setattr(sys, "argv", [program, *arguments])
