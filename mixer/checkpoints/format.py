@@ -51,6 +51,8 @@ READ = {"step": int, "tokens": int, "data_directory": str}
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
 RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
 REMEDY = "copy the checkpoint again, or give another one"
+# Files that nothing loads, and that may be added to a checkpoint.
+UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
 
 
 def step_of(path: Path) -> int:
@@ -70,9 +72,7 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     Raises UserError if it cannot be read, or lacks what training writes.
     """
     file = checkpoint / TRAINER
-    if not file.is_file():
-        return {}
-    return read_json(file, REMEDY, required=READ)
+    return read_json(file, REMEDY, required=READ) if file.is_file() else {}
 
 
 def earlier_settings(
@@ -84,12 +84,6 @@ def earlier_settings(
         for step, changed in earlier.items()
     }
     return [f"Until step {step}: {settings}" for step, settings in shown.items() if settings]
-
-
-def optimizer_files(checkpoint: Path) -> list[Path]:
-    """The files of the optimizer's state, in the order of their shards."""
-    files = (checkpoint / STATE).glob("optimizer-*-of-*.safetensors")
-    return sorted(files, key=lambda file: int(file.name.split("-")[1]))
 
 
 def damage(checkpoint: Path, whole: bool = True) -> str | None:
@@ -113,22 +107,23 @@ def damage(checkpoint: Path, whole: bool = True) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error})"
     found = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
-    ignored = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
-    added = [name for name in found - {LISTING, *listing} if not ignored.fullmatch(name)]
+    added = [name for name in found - {LISTING, *listing} if not UNREAD.fullmatch(name)]
     return f"{min(added)} was added, which may change what is loaded" if added else None
 
 
 def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
-    """The checkpoint to continue from, None for a fresh start; see `python train.py
-    --help` for checkpoint.resume.
+    """The checkpoint to continue from: the newest good one of the run, or the one that `resume`
+    names where it is not "auto". None for a fresh start.
 
     Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
-    damaged, if all of the run's checkpoints are, and if they would be in the way.
+    damaged, if all of the run's checkpoints are, and if newer ones would be in the way.
     """
     found = all_checkpoints(directory)[::-1]  # the newest first
     if resume != "auto":
-        if not found or Path(resume).resolve().parent == directory.resolve():
-            return _named(Path(resume), found)
+        named = Path(resume)
+        if not found or named.resolve().parent == directory.resolve():
+            _check_named(named, found)
+            return named
         say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
     for path in found:
         problem = damage(path)
@@ -143,8 +138,7 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
     return None
 
 
-def _named(path: Path, of_run: list[Path]) -> Path:
-    """The checkpoint that checkpoint.resume names."""
+def _check_named(path: Path, of_run: list[Path]) -> None:
     if problem := damage(path):
         raise UserError(
             f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
@@ -157,7 +151,6 @@ def _named(path: Path, of_run: list[Path]) -> Path:
             f"would take next time: {', '.join(newer)}; delete these, or choose another name for a "
             f"run that goes on from {path.name}"
         )
-    return path
 
 
 def complete(partial: Path, final: Path) -> None:

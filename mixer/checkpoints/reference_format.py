@@ -6,11 +6,10 @@ where ours have one for all heads.
 
 LanguageMixer, the reference implementation, has the axes of a convolution in another order. It
 masks its weights in each forward, so their upper triangles may hold anything; here they become
-zero. Other forms of it have the same logits and are read too: without biases in the convolutions;
-with Linear layers in place of convolutions of kernel size 1 (torch_compile=True); with heads under
-the name `conv`; and with a tied weight saved once (safetensors.torch.save_model). A state dict does
-not say everything about a model, and what it does not say is assumed to be as in the paper; ASSUMED
-says what. No look at the weights could tell.
+zero. Other forms with the same logits are read too: without biases in the convolutions; with Linear
+layers for convolutions of kernel size 1 (torch_compile=True); with heads under the name `conv`; and
+with a tied weight saved once (safetensors.torch.save_model). What a state dict does not say is
+assumed to be as in the paper: see ASSUMED.
 
 MLPMixer, the recurrent one, has each block's MLP first, with SiLU, and saves a decay as d, here
 1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
@@ -51,6 +50,8 @@ class Format:
     """Where one of the author's models has what a model here has."""
 
     model: str
+    embedding: str
+    blocks: str
     names: dict[str, str]  # ours, and the author's
     alone: str  # the one convolution of a block without heads
     heads: str  # what is around the heads of a block
@@ -58,21 +59,12 @@ class Format:
     options: tuple[str, ...]  # that models of this format have besides SHARED
     fixed: dict[str, Any]  # options of all models of this format that are not our defaults
 
-    @property
-    def embedding(self) -> str:
-        return self.names["model.embed_tokens"]
-
-    @property
-    def block(self) -> str:
-        """Before the keys of the first block."""
-        return f"{self.names['model.layers']}.0."
-
 
 LANGUAGE_MIXER = Format(
     model="a LanguageMixer",
+    embedding="wte",
+    blocks="mixerblocks",
     names={
-        "model.embed_tokens": "wte",
-        "model.layers": "mixerblocks",
         "mixing_norm": "seq_layernorm",
         "mlp_norm": "patch_layernorm",
         "mlp.up_proj": "patch_ff.0",
@@ -86,10 +78,10 @@ LANGUAGE_MIXER = Format(
 )
 RECURRENT_MIXER = Format(
     model="a structured recurrent mixer",
+    embedding="input_layer",
+    blocks="mixer_blocks",
     names={
-        "model.embed_tokens": "input_layer",
         "lm_head": "output_layer",
-        "model.layers": "mixer_blocks",
         "mixing_norm": "token_norm",
         "mlp_norm": "channel_norm",
         "mlp.up_proj": "channel_mixing_layer.0",
@@ -194,8 +186,9 @@ def _pieces(
     """Views of the model's tensors, under the author's names and with the author's axes."""
     heads = config.num_mixer_heads
     alone = {"conv": "conv.0" if config.mixer_expansion else form.alone, "second_conv": "conv.2"}
+    names = {"model.embed_tokens": form.embedding, "model.layers": form.blocks} | form.names
     for name, tensor in tensors.items():
-        for ours, theirs in form.names.items():
+        for ours, theirs in names.items():
             name = name.replace(ours, theirs)
         block, is_mixing, part = name.partition("mixing.")
         layer, _, kind = part.partition(".")
@@ -257,19 +250,17 @@ def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> M
     """The sizes of the model, from the tensors of the first block. `_fill` checks later whether the
     other blocks agree.
     """
-    around, blocks = f"{form.block}{form.heads}.", form.names["model.layers"]
-    of_heads = re.compile(rf"{re.escape(f'{around}{form.conv}')}\.\d+\.weight")
-    heads = sum(of_heads.fullmatch(key) is not None for key in source)
-    is_expanded = f"{form.block}conv.0.weight" in source
-    conv = f"{form.block}{'conv.0' if is_expanded else form.alone}"
-    conv = f"{around}{form.conv}.0" if heads else conv
-    projects = not heads or form is LANGUAGE_MIXER or f"{around}out_proj.weight" in source
+    block, convs = f"{form.blocks}.0.", f"{form.blocks}.0.{form.heads}.{form.conv}."
+    heads = len({key.removeprefix(convs).split(".")[0] for key in source if key.startswith(convs)})
+    is_expanded = f"{block}conv.0.weight" in source
+    conv = f"{convs}0" if heads else f"{block}{'conv.0' if is_expanded else form.alone}"
+    out_proj = f"{block}{form.heads}.out_proj.weight"
+    # Blocks without a gap: one behind it is an unknown key.
+    numbers = {key.split(".")[1] for key in source if key.startswith(f"{form.blocks}.")}
     try:
         vocabulary, hidden = source[f"{form.embedding}.weight"].shape
         _, context, *taps = source[f"{conv}.weight"].shape
-        width, _ = source[f"{form.block}{form.names['mlp.up_proj']}.weight"].shape
-        # Blocks without a gap: one behind it is an unknown key.
-        numbers = {key.split(".")[1] for key in source if key.startswith(f"{blocks}.")}
+        width, _ = source[f"{block}{form.names['mlp.up_proj']}.weight"].shape
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
@@ -279,7 +270,7 @@ def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> M
             num_mixer_heads=max(heads, 1),
             mixer_kernel_size=taps[0] if taps else 1,
             mixer_expansion=is_expanded,
-            mixer_projections=projects,
+            mixer_projections=not heads or form is LANGUAGE_MIXER or out_proj in source,
             mixing_weight=mixing or "full",
             mixing_decay=f"{conv}.decay_value" in source,
             **form.fixed,
@@ -296,12 +287,10 @@ def _fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], form: Form
     keys and shapes.
     """
     shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
-    problems = [f"unknown: {key} {shapes[key]}" for key in sorted(shapes.keys() - wanted)]
-    problems += [f"missing: {key} {wanted[key]}" for key in sorted(wanted.keys() - shapes)]
-    problems += [
-        f"{key} has shape {shapes[key]}, expected {shape}"
-        for key, shape in wanted.items()
-        if shapes.get(key, shape) != shape
+    problems = [
+        f"{key} has shape {shapes.get(key, 'none')}, expected {wanted.get(key, 'none')}"
+        for key in sorted(shapes | wanted)
+        if shapes.get(key) != wanted.get(key)
     ]
     if problems:
         listing = "\n  ".join(problems)

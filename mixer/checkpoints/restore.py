@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from mixer.checkpoints import format, pretrained
-from mixer.checkpoints.format import FORMAT, optimizer_files, read_trainer
+from mixer.checkpoints import pretrained
+from mixer.checkpoints.format import FORMAT, REMEDY, RESUMED, STATE, TRAINER, read_trainer
 from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
 from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
@@ -38,7 +38,7 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
             f"{FORMAT}; it can be loaded and evaluated, but resume it with the version that wrote "
             "it, or choose another name to start afresh"
         )
-    read_json(checkpoint / format.TRAINER, format.REMEDY, required=format.RESUMED)
+    read_json(checkpoint / TRAINER, REMEDY, required=RESUMED)
     if differing := differences(trainer["data"], data):
         raise UserError(
             f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "
@@ -100,12 +100,10 @@ def check_same_model(
     checkpoint: Path, saved: PreTrainedConfig, config: PreTrainedConfig, otherwise: str
 ) -> None:
     """Raises UserError naming each field in which a checkpoint's configuration is not `config`."""
-    fields = [name for name in type(config)().to_dict() if hasattr(config, name)]
+    fields = [name for name in type(config)().to_dict() if name not in FREE]
     if type(saved) is not type(config):
         fields = ["model_type"]
-    before, now = (
-        {n: getattr(of, n, None) for n in fields if n not in FREE} for of in (saved, config)
-    )
+    before, now = ({name: getattr(of, name, None) for name in fields} for of in (saved, config))
     if differing := differences(before, now):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; set these keys "
@@ -130,10 +128,8 @@ def resume(
     try:
         load_optimizer(checkpoint, model, optimizer)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"the {format.STATE}/ of checkpoint {checkpoint} is not what training wrote "
-            f"({first_line(error)}): give another checkpoint"
-        ) from None
+        problem = f"has a {STATE}/ that is not what training wrote ({first_line(error)})"
+        raise pretrained.refused(checkpoint, problem) from None
     scaler = world.accelerator.scaler
     if scaler is not None and trainer["scaler"]:
         scaler.load_state_dict(trainer["scaler"])
@@ -159,20 +155,21 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     Raises ValueError unless the checkpoint has just the names and shapes that the optimizer has.
     """
     state = optimizer_state(model, optimizer)
+    # Earlier versions wrote a file for each shard, of the first dimension.
+    files = (checkpoint / STATE).glob("optimizer-*-of-*.safetensors")
+    files = sorted(files, key=lambda file: int(file.name.split("-")[1]))
     parts: dict[str, list[Any]] = {}  # the files that have each name
-    for file in optimizer_files(checkpoint):
-        opened = safe_open(file, "pt")
+    for opened in [safe_open(file, "pt") for file in files]:
         for name in opened.keys():
             parts.setdefault(name, []).append(opened)
     if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
         raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
-    for name, files in parts.items():
-        tensors = [file.get_tensor(name) for file in files]
+    for name, held in state.items():
+        tensors = [opened.get_tensor(name) for opened in parts[name]]
         value = torch.cat(tensors) if tensors[0].ndim else tensors[0]  # all have the same scalars
-        if value.shape != state[name].shape:
-            shapes = f"{tuple(value.shape)}, expected {tuple(state[name].shape)}"
-            raise ValueError(f"it has {name} of shape {shapes}")
-        value = value.to(state[name].device)
-        if isinstance(state[name], DTensor):
-            value = distribute_tensor(value, state[name].device_mesh, state[name].placements)
-        local_part(state[name]).copy_(local_part(value))
+        if value.shape != held.shape:
+            raise ValueError(f"it has {name} of shape {value.shape}, expected {held.shape}")
+        value = value.to(held.device)
+        if isinstance(held, DTensor):
+            value = distribute_tensor(value, held.device_mesh, held.placements)
+        local_part(held).copy_(local_part(value))

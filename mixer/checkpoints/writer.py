@@ -47,23 +47,21 @@ class CheckpointWriter:
         self.jobs: list[Future] = []
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
-        """Starts to write the checkpoint of the step trainer["step"].
+        """Starts to write the checkpoint of the step trainer["step"]. All processes must call this
+        together. Raises NotFinite, and writes nothing, if a weight or a number in the optimizer's
+        state is NaN or infinity on any of them.
 
         trainer: the content of trainer.json without its format, see format.py.
-
-        All processes must call this together. Raises NotFinite, and writes nothing, if a weight or
-        a number in the optimizer's state is NaN or infinity on any of them.
         """
         self.wait()  # until the last checkpoint is written
         held = saved_weights(self.model) | optimizer_state(self.model, optimizer)
         found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
         if names := [name for of_process in self.world.gather(found) for name in of_process]:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise NotFinite(
                 f"after step {trainer['step']} the weights or the optimizer's state are not finite "
-                f"({names[0]}{more}), so no checkpoint of it is written. Lower optim.lr or raise "
-                "optim.warmup_steps and run the same command again: it goes on from the last "
-                "checkpoint"
+                f"({', '.join(names[:3])}...), so no checkpoint of it is written. Lower optim.lr "
+                "or raise optim.warmup_steps and run the same command again: it goes on from the "
+                "last checkpoint"
             )
         self._copy(held)
         self._submit(self._write, {"format": format.FORMAT} | trainer)
@@ -104,16 +102,13 @@ class CheckpointWriter:
 
     def _write(self, trainer: dict[str, Any]) -> None:
         """Writes one checkpoint, of the copies; runs in the thread."""
-        optimizer = {name: copy for name, copy in self.copies.items() if "/" in name}
-        weights = {name: copy for name, copy in self.copies.items() if name not in optimizer}
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
             (partial / format.STATE).mkdir(parents=True, exist_ok=True)
+            optimizer = {name: copy for name, copy in self.copies.items() if "/" in name}
             save_file(optimizer, partial / format.OPTIMIZER)
-            _write_model(partial, self.model, weights, self.tokenizer)
-            if self.makes_vectors:
-                write_modules(partial, self.model.config.hidden_size)
+            self._write_model(partial)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
@@ -123,6 +118,22 @@ class CheckpointWriter:
             raise as_system_error(error) from error
         self.world.say(f"saved {final}")
         format.prune(self.directory, trainer["step"], self.keep, self.keep_every)
+
+    def _write_model(self, directory: Path) -> None:
+        """Writes what from_pretrained loads. save_pretrained would write the weights as they are
+        now, and training has changed them since they were copied.
+        """
+        config = type(self.model.config).from_dict(self.model.config.to_dict())
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        config.architectures, config.dtype = [kind.__name__], torch.float32
+        if isinstance(config, MaskedMixerConfig):
+            config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without
+        for part in (config, self.model.generation_config, self.tokenizer):
+            part.save_pretrained(directory)
+        weights = {name: copy for name, copy in self.copies.items() if "/" not in name}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        if self.makes_vectors:
+            write_modules(directory, config.hidden_size)
 
 
 # ------------------------------------------------------------------------- the state
@@ -158,32 +169,10 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
 
 
-# ------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------- vectors of texts
 
-
-def _write_model(
-    directory: Path,
-    model: PreTrainedModel,
-    weights: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Writes what from_pretrained loads. save_pretrained would write the weights as they are now,
-    and training has changed them since they were copied.
-    """
-    config = type(model.config).from_dict(model.config.to_dict())
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
-    config.architectures = [kind.__name__]
-    config.dtype = torch.float32
-    if isinstance(config, MaskedMixerConfig):
-        config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-    config.save_pretrained(directory)
-    model.generation_config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-# What sentence-transformers reads beside a model that makes vectors of texts: the model, the state
-# of the last token, divided by its norm; as (folder, class).
+# What sentence-transformers reads beside a model: the model, the state of the last token, divided
+# by its norm; as (folder, class).
 MODULES = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
 MODULES_FILE = "modules.json"
 

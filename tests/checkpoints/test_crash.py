@@ -215,7 +215,7 @@ def fail_in_the_thread() -> None:
     def failing(*arguments):
         raise ValueError("made to fail")
 
-    writer._write_model = failing
+    writer.save_file = failing
 
 
 def test_an_error_of_the_writing_thread_ends_the_run(write_config, launch):

@@ -68,7 +68,7 @@ def test_a_model_from_elsewhere_is_read_from_the_files_that_are_hashed(tmp_path)
     change_config(tmp_path, transformers_weights="other.safetensors")
     load_checkpoint(tmp_path, CPU)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="has an adapter, adapter_config.json, .*: move it to"):
+    with pytest.raises(UserError, match="has an adapter, adapter_config.json"):
         load_checkpoint(tmp_path, CPU)
 
 
@@ -77,7 +77,7 @@ def test_what_is_no_complete_checkpoint_is_not_taken_for_one(finished, tmp_path)
     for name in ("step-12.partial", "step-12.old.partial"):
         partial = shutil.copytree(whole, tmp_path / name)
         for use in uses(partial):
-            with pytest.raises(UserError, match="it was being written or deleted"):
+            with pytest.raises(UserError, match="was being written or deleted: copy"):
                 use()
     (whole / LISTING).unlink()
     for use in uses(whole):
@@ -165,7 +165,7 @@ EDITS = {
     "pickled": (pickle_weights, "no file named model.safetensors"),
     "optimizer": (
         lambda c: (c / OPTIMIZER).write_text("junk"),
-        "trainer_state/ of checkpoint .*step-12 is not what training wrote .*SafetensorError",
+        "step-12 has a trainer_state/ that is not what training wrote .*SafetensorError",
     ),
     "no moments": (lambda c: without(c, "", "lm_head"), "lacks lm_head.weight/"),
     "that moment of all": (lambda c: without(c, "/exp_avg_sq"), "lacks .*/exp_avg_sq"),

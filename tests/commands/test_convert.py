@@ -69,7 +69,7 @@ def test_what_a_file_does_not_say_is_said(tmp_path, capsys):
     weights = LanguageMixer().state_dict()
     weights["mixerblocks.1.conv.bias"][3] = float("nan")
     save_file(weights, source)
-    with pytest.raises(UserError, match="not finite .* in model.layers.1.mixing.conv.bias"):
+    with pytest.raises(UserError, match="not finite in model.layers.1.mixing.conv.bias"):
         convert(source, tmp_path / "nan", None)
 
 
@@ -105,11 +105,11 @@ def with_tensor(name: str, *shape: int):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"unknown: .*1.convr.weight \(12,"),
-        (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "unknown: mixerblocks.9999"),
+        (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"r.weight .*, expected none"),
+        (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "9999.* expected none"),
         (with_tensor("lm_head.weight", 49, 16), r"shape \(49, 16\), expected \(50, 16\)"),
         (with_tensor("mixerblocks.0.conv.weight", 24, 12, 1), r"expected \(12, 12, 1\)"),
-        (lambda s: s.pop("mixerblocks.1.conv.bias"), r"missing: mixerblocks.1.conv.bias \(12,\)"),
+        (lambda s: s.pop("mixerblocks.1.conv.bias"), r"1.conv.bias has shape none, expected \(12,"),
         (lambda s: s.pop("mixerblocks.0.conv.weight"), "do not tell the sizes .*0.conv.weight"),
         (lambda s: s.pop("wte.weight"), "not the weights of a LanguageMixer: 0 keys are wte.weig"),
     ],

@@ -90,7 +90,7 @@ def test_a_changed_byte_of_a_checkpoint_is_refused(finished, tmp_path, monkeypat
             changed = content.replace(b'"hidden_size": 32', b'"hidden_size": 64')
         (checkpoint / name).write_bytes(changed)
         for use in uses:
-            with pytest.raises(UserError, match=f"is damaged: {name} is not what .*: copy it"):
+            with pytest.raises(UserError, match=f"is damaged: {name} is not what .*: copy the"):
                 use()
         (checkpoint / name).write_bytes(content)
     assert not (tmp_path / "exported").exists()
@@ -109,9 +109,9 @@ def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
         export(checkpoint, tmp_path / dtype, "mit", dtype)
 
     for value in (float("nan"), float("-inf")):
-        with pytest.raises(UserError, match="not finite .* in lm_head.weight: its training div"):
+        with pytest.raises(UserError, match="not finite in lm_head.weight.*: its training div"):
             export_with(value, "fp32")
-    with pytest.raises(UserError, match="in lm_head.weight: fp16 does not reach that far: give"):
+    with pytest.raises(UserError, match="in lm_head.weight.*: fp16 does not reach that far: give"):
         export_with(1e6, "fp16")
     assert not (tmp_path / "fp32").exists() and not (tmp_path / "fp16").exists()
     export_with(1e6, "fp32")
