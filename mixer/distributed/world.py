@@ -21,8 +21,8 @@ from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
 ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# A launcher passes a signal on to processes that may have received it themselves. Within this time
-# it counts as the same signal.
+# A launcher may pass on a signal that its processes have received themselves. Within this time it
+# counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
 # How long a process that fails waits to hear whether another one failed first.
 QUIET_SECONDS = 1.0
@@ -66,7 +66,7 @@ class World:
         return values
 
     def of_main(self, value: Any) -> Any:
-        """The value of the main process; every process gets it."""
+        """The value of the main process, on every process."""
         return self.gather(value)[0]
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -94,10 +94,9 @@ def follow_launcher() -> None:
     """Makes this process end as if by SIGTERM when its launcher ends: accelerate passes no signal
     on. Raises UserError for a launch that cannot be followed.
     """
-    launched, by_accelerate = is_launched(), ACCELERATE in os.environ
-    if problem := oddity() or _problem_of_accelerate(launched, by_accelerate):
+    if problem := oddity() or _problem_of_accelerate():
         raise UserError(problem)
-    if by_accelerate or (launched and TORCHRUN in os.environ):
+    if ACCELERATE in os.environ or (is_launched() and TORCHRUN in os.environ):
         launcher = os.getppid()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -105,17 +104,16 @@ def follow_launcher() -> None:
             signal.raise_signal(signal.SIGTERM)
 
 
-def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
+def _problem_of_accelerate() -> str:
     """What accelerate was asked for, by its variables, and cannot do here; "" if it can."""
     on = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
     engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
     refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
     if "ACCELERATE_USE_FSDP" in on:
         version = os.environ.get("FSDP_VERSION", "1")
-        if version != "2":
-            refused.append(f"fsdp_version: {version}")
-        if "FSDP_OFFLOAD_PARAMS" in on:  # the optimizer's steps could not be skipped there
-            refused.append("fsdp_offload_params: true")
+        refused += [f"fsdp_version: {version}"] if version != "2" else []
+        # The optimizer's steps could not be skipped there.
+        refused += ["fsdp_offload_params: true"] if "FSDP_OFFLOAD_PARAMS" in on else []
     if refused:
         return (
             f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
@@ -125,11 +123,10 @@ def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
     # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
     # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
     several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
-    if by_accelerate and several and not launched:
+    if ACCELERATE in os.environ and several and not is_launched():
         return (
             "accelerate launch was asked for several processes, and has started one; allowed: "
-            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on several "
-            "machines also --nnodes, --node_rank, --master_addr and --master_port)"
+            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ..."
         )
     return ""
 
@@ -168,16 +165,14 @@ class Stop:
     then `agreed`, which returns the answer. The step is computed in between, so asking costs no
     time.
 
-    The first signal is remembered. The same signal again ends the process at once; a different one
-    does not, because a launcher that ends at Ctrl-C also sends SIGTERM. SIGHUP does nothing under
-    nohup.
+    The same signal again ends the process at once; a different one does not, because a launcher
+    that ends at Ctrl-C also sends SIGTERM. SIGHUP does nothing under nohup.
     """
 
     def __init__(self, world: World):
-        self.group, self.number, self.since = world.group, 0, 0.0
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        numbers = [number for number in SIGNALS if not (ignored and number is signal.SIGHUP)]
-        self.before = {number: signal.signal(number, self._note) for number in numbers}
+        self.group, self.number, self.since = world.group, 0, 0.0  # the first signal, and its time
+        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._note) for number in heard}
 
     def ask(self) -> None:
         if self.group is not None:
@@ -218,9 +213,8 @@ def leave_with_error(error: BaseException) -> None:
         said = f"process {rank} failed:\n{''.join(trace)}"
     else:
         said = f"process {rank} ends, as another process failed first\n"
-    print(said, end="", file=sys.stderr)
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(said, end="", file=sys.stderr, flush=True)
     # Not sys.exit: the destructors of broken connections could wait for ever.
     os._exit(2 if is_user_error else 1)
 
