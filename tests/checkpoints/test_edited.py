@@ -46,17 +46,34 @@ def change_config(checkpoint: Path, **values) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-@pytest.mark.parametrize(
-    "name", ["adapter_config.json", "model.safetensors.index.json", "trainer_state/x.bin"]
-)
-def test_a_file_that_was_added_is_named(finished, name):
+def test_a_file_that_was_added_changed_or_removed_is_named(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "cache"))
     checkpoint = finished / "step-12"
     (checkpoint / "README.md").write_text("notes, which nothing reads")
-    load_masked_mixer(checkpoint)
-    (checkpoint / name).write_text("{}")
-    for use in uses(checkpoint):
-        with pytest.raises(UserError, match=f"{name} was added, which may change what is loaded"):
-            use()
+    (checkpoint / OPTIMIZER).unlink()  # which only a resume reads
+    load_masked_mixer(checkpoint)  # so that its files are known to be good
+
+    def refuse(problem: str) -> None:
+        for use in uses(checkpoint):
+            with pytest.raises(UserError, match=f"step-12 is damaged: .*{problem}.*: copy the ch"):
+                use()
+
+    for name in ("adapter_config.json", "model.safetensors.index.json", "trainer_state/x.bin"):
+        (checkpoint / name).write_text("{}")
+        refuse(f"{name} was added, which may change what is loaded")
+        (checkpoint / name).unlink()
+    for name in ("model.safetensors", "config.json"):
+        content = (checkpoint / name).read_bytes()
+        changed = content[:-1] + bytes([content[-1] ^ 8])
+        if name == "config.json":  # which stays JSON
+            changed = content.replace(b'"hidden_size": 32', b'"hidden_size": 64')
+        (checkpoint / name).write_bytes(changed)
+        refuse(f"{name} is not what was written")
+        (checkpoint / name).write_bytes(content)
+    (checkpoint / LISTING).unlink()
+    refuse("files.json cannot be read")
+    shutil.rmtree(checkpoint / "trainer_state")  # then it is a model as any other
+    load_checkpoint(checkpoint, CPU)
 
 
 def test_a_model_from_elsewhere_is_read_from_the_files_that_are_hashed(tmp_path):
@@ -73,18 +90,10 @@ def test_a_model_from_elsewhere_is_read_from_the_files_that_are_hashed(tmp_path)
 
 
 def test_what_is_no_complete_checkpoint_is_not_taken_for_one(finished, tmp_path):
-    whole = finished / "step-12"
     for name in ("step-12.partial", "step-12.old.partial"):
-        partial = shutil.copytree(whole, tmp_path / name)
-        for use in uses(partial):
+        for use in uses(shutil.copytree(finished / "step-12", tmp_path / name)):
             with pytest.raises(UserError, match="was being written or deleted: copy"):
                 use()
-    (whole / LISTING).unlink()
-    for use in uses(whole):
-        with pytest.raises(UserError, match="step-12 is damaged: .*files.json cannot be read"):
-            use()
-    shutil.rmtree(whole / "trainer_state")  # then it is a model as any other
-    load_checkpoint(whole, CPU)
 
 
 def test_a_link_that_moves_while_a_command_reads_is_followed_once(finished, monkeypatch):
