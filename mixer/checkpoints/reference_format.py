@@ -134,7 +134,7 @@ def from_reference(
             "head goes by row or by column, rows (the author's ColRepeat in all heads), columns "
             "(RowRepeat) or mixed (MixedRepeatHeads)"
         )
-    source = _in_one_form(_without_prefix(source, form), form)
+    source = _with_known_names(source, form)
     model = MaskedMixerForCausalLM(_config(source, form, mixing)).eval()
     _fill(dict(_pieces(model.state_dict(), model.config, form)), source, form)
     for name, parameter in model.named_parameters():
@@ -209,8 +209,10 @@ def _pieces(
                 yield f"{block}{place}.{kind}", piece
 
 
-def _without_prefix(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
-    """The state dict without what wrappers put before every key, known by that of the embedding."""
+def _with_known_names(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
+    """The state dict without what wrappers put before every key, known by that of the embedding,
+    and with heads under the name `mixerhead`.
+    """
     pattern = re.compile(rf"((?:(?:model|module|_orig_mod)\.)*){form.embedding}\.weight")
     prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
     if len(prefixes) != 1:
@@ -219,31 +221,9 @@ def _without_prefix(source: Mapping[str, Tensor], form: Format) -> dict[str, Ten
             f"{form.embedding}.weight, with nothing or model. or module. before it; the first keys "
             f"are {', '.join(sorted(source)[:4])}"
         )
-    return {key.removeprefix(*prefixes): tensor for key, tensor in source.items()}
-
-
-def _in_one_form(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
-    """The state dict with decays as ours; of a LanguageMixer with heads under the name `mixerhead`,
-    Linear layers (out, in) as convolutions (out, in, 1), and biases of zero if no convolution has
-    any.
-    """
-    if form is RECURRENT_MIXER:
-        return {key: _decay(key, tensor.float()) for key, tensor in source.items()}
-    source = {
-        re.sub(r"\.conv\.(convs|proj_head|out_proj)\.", r".mixerhead.\1.", key): tensor
-        for key, tensor in source.items()
-    }
-    # A convolution's weight: of a head, of one of two (expanded), or of the only one (flat).
-    weight = re.compile(r"(mixerblocks\.\d+\.(?:mixerhead\.convs\.\d+|conv\.[02]|conv)\.)weight")
-    layers = [match.group(1) for key in source if (match := weight.fullmatch(key))]
-    no_biases = not any(f"{layer}bias" in source for layer in layers)
-    for layer in layers:
-        weight = source[f"{layer}weight"]
-        if weight.dim() == 2:
-            source[f"{layer}weight"] = weight[..., None]
-        if no_biases:
-            source[f"{layer}bias"] = weight.new_zeros(weight.shape[:1])
-    return source
+    heads = re.compile(r"\.conv\.(convs|proj_head|out_proj)\.")
+    names = {key: heads.sub(r".mixerhead.\1.", key.removeprefix(*prefixes)) for key in source}
+    return {names[key]: tensor for key, tensor in source.items()}
 
 
 def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> MaskedMixerConfig:
@@ -282,10 +262,19 @@ def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> M
         ) from None
 
 
-def _fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], form: Format) -> None:
-    """Copies `source` into tensors under the same keys. Raises UserError unless it has just their
-    keys and shapes.
+def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) -> None:
+    """Copies `source` into tensors under the same keys. A Linear layer's weight (out, in) is that
+    of a convolution (out, in, 1), and biases are zero if no convolution has any.
+
+    Raises UserError unless `source` has just their keys and shapes.
     """
+    layers = [key.removesuffix("weight") for key, piece in pieces.items() if piece.dim() == 3]
+    biases = [f"{layer}bias" for layer in layers]
+    if not any(bias in source for bias in biases):
+        source |= {bias: torch.zeros_like(pieces[bias]) for bias in biases}
+    for key, tensor in source.items():
+        if tensor.dim() == 2 and key.removesuffix("weight") in layers:
+            source[key] = tensor[..., None]
     shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
     problems = [
         f"{key} has shape {shapes.get(key, 'none')}, expected {wanted.get(key, 'none')}"
@@ -299,4 +288,4 @@ def _fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], form: Form
             f"guessed:\n  {listing}"
         )
     for key, piece in pieces.items():
-        piece.copy_(source[key])
+        piece.copy_(_decay(key, source[key].float()))
