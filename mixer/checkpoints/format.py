@@ -62,14 +62,13 @@ def step_of(path: Path) -> int:
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of a run by step, those too that were damaged after they were complete."""
+    """The checkpoints of a run by step, also damaged ones."""
     return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
-    """The content of trainer.json; empty if there is none, as for a model from elsewhere.
-
-    Raises UserError if it cannot be read, or lacks what training writes.
+    """The content of trainer.json; empty for a model from elsewhere. Raises UserError if it cannot
+    be read, or lacks what training writes.
     """
     file = checkpoint / TRAINER
     return read_json(file, REMEDY, required=READ) if file.is_file() else {}
@@ -88,9 +87,7 @@ def earlier_settings(
 
 def damage(checkpoint: Path, whole: bool = True) -> str | None:
     """What is wrong with a checkpoint: a file that is missing or not what training wrote, or one
-    that was added, which may change what is loaded. None if nothing is.
-
-    Each machine reads a file once. whole: False leaves out what only a resume loads.
+    that was added. None if nothing is. whole: False leaves out what only a resume loads.
     """
     if not checkpoint.is_dir():
         return "there is no such directory"
@@ -115,42 +112,30 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
     """The checkpoint to continue from: the newest good one of the run, or the one that `resume`
     names where it is not "auto". None for a fresh start.
 
-    Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
-    damaged, if all of the run's checkpoints are, and if newer ones would be in the way.
+    Raises UserError if the run has newer checkpoints than the named one, and if none can be used.
     """
-    found = all_checkpoints(directory)[::-1]  # the newest first
-    if resume != "auto":
-        named = Path(resume)
-        if not found or named.resolve().parent == directory.resolve():
-            _check_named(named, found)
-            return named
+    candidates, named = all_checkpoints(directory)[::-1], Path(resume)  # the newest first
+    if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
         say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
-    for path in found:
+    elif resume != "auto":
+        step = step_of(named.resolve())  # of `best`, that of the checkpoint which it links to
+        if newer := [str(path) for path in candidates if step_of(path) > step]:
+            raise UserError(
+                f"checkpoint.resume = {resume}, but the run has newer ones: {', '.join(newer)}; "
+                "delete these, or choose another name for a run that goes on from there"
+            )
+        candidates = [named]
+    for path in candidates:
         problem = damage(path)
         if problem is None:
             return path
         say(f"passing over {path}: {problem}")
-    if found:  # a fresh start would overwrite them and the run's metrics
+    if candidates:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
-            f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another "
-            f"name, give one with checkpoint.resume, or delete {directory} to start afresh"
+            f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); choose "
+            f"another name, give another checkpoint.resume, or delete {directory} to start afresh"
         )
     return None
-
-
-def _check_named(path: Path, of_run: list[Path]) -> None:
-    if problem := damage(path):
-        raise UserError(
-            f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
-            "step-N beside it"
-        )
-    step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
-    if newer := [str(other) for other in of_run if step_of(other) > step]:
-        raise UserError(
-            f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "
-            f"would take next time: {', '.join(newer)}; delete these, or choose another name for a "
-            f"run that goes on from {path.name}"
-        )
 
 
 def complete(partial: Path, final: Path) -> None:
@@ -181,11 +166,11 @@ def link_best(directory: Path, validation_losses: dict[int, float | None]) -> No
 
     validation_losses: by step; None or NaN where the loss was not finite.
     """
-    losses = {path: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
-    scored = {path: loss for path, loss in losses.items() if math.isfinite(loss or math.nan)}
+    found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
+    scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
     if not scored:
         return
-    best, partial = min(scored, key=scored.get).name, directory / "best.partial"
+    best, partial = min(scored, key=scored.get), directory / "best.partial"
     partial.unlink(missing_ok=True)
     otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
     if if_supported(otherwise, os.symlink, best, partial):
@@ -199,8 +184,8 @@ def remove_partial(directory: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint. It is renamed first: a killed deletion leaves no half checkpoint. What
-    cannot be deleted, as on NFS while another process reads it, is left to the run's next start.
+    """Deletes a checkpoint, renamed first: a killed deletion leaves no half checkpoint. What cannot
+    be deleted, as on NFS while another process reads it, is left to the run's next start.
     """
     doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
     shutil.rmtree(doomed, ignore_errors=True)

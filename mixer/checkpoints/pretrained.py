@@ -48,8 +48,8 @@ def refused(checkpoint: Path, problem: str) -> UserError:
 
 
 def check_checkpoint(directory: Path) -> None:
-    """Raises UserError naming what a checkpoint directory lacks, which of its weight files is cut
-    short, or which of its files is not what training wrote. Loads nothing.
+    """Raises UserError naming what a checkpoint directory lacks, or which of its files is cut short
+    or not what training wrote. Loads nothing.
     """
     if problem := _problem(directory):
         raise refused(directory, problem)
@@ -112,9 +112,9 @@ def load_checkpoint(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
-    backend: the mixing backend of a masked mixer, other models have none; empty: what the
-    checkpoint says. Raises UserError where the directory is incomplete or damaged, where the model
-    is no causal language model that transformers knows, and where the tokenizer is another model's.
+    backend: the mixing backend of a masked mixer; empty: what the checkpoint says. Raises UserError
+    where the directory is incomplete or damaged, where the model is no causal language model that
+    transformers knows, and where the tokenizer is another model's.
     """
     check_checkpoint(directory)
     config = load_model_config(directory)

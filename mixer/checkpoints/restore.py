@@ -21,8 +21,8 @@ from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
 # What a resume may change in the model's configuration, and what transformers records in it.
-FREE = ("mixing_backend", "mixing_init", "architectures", "dtype", "transformers_version")
-FREE += ("_name_or_path",)
+FREE = {"mixing_backend", "mixing_init"}
+FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
 
 
 def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:

@@ -36,10 +36,10 @@ def test_going_back_below_newer_checkpoints_is_refused(write_config, finished):
 
 def test_a_refused_resume_leaves_no_run_directory(write_config, tmp_path):
     nothing = f"checkpoint.resume={tmp_path / 'no/checkpoint'}"
-    assert "no/checkpoint cannot be used" in refusal(write_config(), nothing)
+    assert "no/checkpoint: there is no such directory" in refusal(write_config(), nothing)
     assert not (tmp_path / "runs").exists()
     (tmp_path / "runs/small").mkdir(parents=True)  # of the user's own
-    assert "no/checkpoint cannot be used" in refusal(write_config(), nothing)
+    assert "no/checkpoint: there is no such directory" in refusal(write_config(), nothing)
     assert (tmp_path / "runs/small").is_dir()
 
 
