@@ -24,8 +24,7 @@ trainer.json holds
                                               race decided it
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
-disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,
-restore.py loads them.
+disk, and renamed. Older checkpoints are deleted only after that.
 """
 
 import json
@@ -46,7 +45,7 @@ STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
-# Entries of trainer.json: those that every command reads, and those that only a resume needs.
+# Entries of trainer.json that every command reads, and those that only a resume needs.
 READ = {"step": int, "tokens": int, "data_directory": str}
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
 RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
@@ -77,7 +76,7 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
 def earlier_settings(
     earlier: dict[str, dict[str, Any]], left_out: Collection[str] = ()
 ) -> list[str]:
-    """A line for each time that a run has gone on with other settings, from trainer.json."""
+    """A line for each change of settings in a run, from trainer.json."""
     shown = {
         step: ", ".join(f"{key} = {changed[key]}" for key in changed if key not in left_out)
         for step, changed in earlier.items()
@@ -86,8 +85,8 @@ def earlier_settings(
 
 
 def damage(checkpoint: Path, whole: bool = True) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing or not what training wrote, or one
-    that was added. None if nothing is. whole: False leaves out what only a resume loads.
+    """What is wrong with a checkpoint: a file is missing, changed or added. None if it is intact.
+    whole: False leaves out what only a resume loads.
     """
     if not checkpoint.is_dir():
         return "there is no such directory"
@@ -139,7 +138,7 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
 
 def complete(partial: Path, final: Path) -> None:
-    """Turns a directory with all files of a checkpoint into a complete checkpoint, `final`."""
+    """Lists the files of a checkpoint, and renames it once all of it is on disk."""
     files = {
         str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(partial.rglob("*"))
@@ -152,8 +151,8 @@ def complete(partial: Path, final: Path) -> None:
 
 
 def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
-    """Deletes checkpoints, except the newest `keep` up to step `last`, those whose step
-    `keep_every` divides, and the best one. What a resume passed over, with later steps, stays.
+    """Deletes checkpoints up to step `last`, except the newest `keep`, every `keep_every` steps,
+    and the best one. Later ones, which a resume has passed over, stay.
     """
     best = (directory / "best").resolve()
     for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
@@ -178,14 +177,14 @@ def link_best(directory: Path, validation_losses: dict[int, float | None]) -> No
 
 
 def remove_partial(directory: Path) -> None:
-    """Deletes what a killed save or deletion left behind."""
+    """Deletes what a killed save or deletion has left behind."""
     for path in directory.glob("step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint, renamed first: a killed deletion leaves no half checkpoint. What cannot
-    be deleted, as on NFS while another process reads it, is left to the run's next start.
+    """Deletes a checkpoint. It is renamed first, so that a kill leaves no half of it. Files that
+    cannot be deleted, as on NFS while another process reads them, go at the run's next start.
     """
     doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
     shutil.rmtree(doomed, ignore_errors=True)

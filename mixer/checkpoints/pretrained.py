@@ -34,8 +34,8 @@ LAYERS = re.compile(r'"(num_hidden_layers|num_layers|n_layers?)": *(-?\d+)')
 
 
 def settled(checkpoint: str | Path) -> Path:
-    """The checkpoint that a link such as runs/demo/best points to now. Training may move the link,
-    so whoever reads several files asks once.
+    """The checkpoint that a link such as runs/demo/best points to now. Training may move the link
+    while a command reads several files.
     """
     return Path(os.path.realpath(checkpoint) if os.path.islink(checkpoint) else checkpoint)
 
@@ -80,9 +80,7 @@ def _problem(directory: Path) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """model.safetensors, or the shards that the index names where there is none: what transformers
-    reads.
-    """
+    """The files that transformers reads: model.safetensors, or else the shards in the index."""
     index, whole = directory / INDEX, directory / "model.safetensors"
     if whole.is_file() or not index.is_file():
         return [whole]
@@ -91,8 +89,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_types(directory: Path) -> dict[str, str]:
-    """The type of each tensor, by name, from the weight files' headers. safetensors compares a
-    file's length with its header's, so this finds one that is cut short without reading it.
+    """The type of each tensor, by name, from the headers of the weight files. This also finds a
+    file that is cut short, because safetensors compares its length with the header.
     """
     types = {}
     for file in weight_files(directory):
@@ -160,8 +158,8 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
 def load_model(
     directory: Path, config: PreTrainedConfig, kind: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The directory's model in fp32, on the CPU; raises UserError where its weights cannot be read,
-    are not all there or are no finite floating-point numbers.
+    """The directory's model in fp32, on the CPU. Raises UserError if its weights cannot be read,
+    are incomplete, or are not finite floating-point numbers.
     """
     disable_progress_bar()
     how = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
@@ -179,9 +177,9 @@ def load_model(
 
 
 def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> None:
-    """Raises UserError for parameters that the checkpoint lacks, which transformers would go on
-    with as random numbers, for weights that the model has no place for, which it would leave out,
-    and for parameters that are saved as integers, bool or complex numbers.
+    """Raises UserError for parameters that the checkpoint lacks, which transformers would fill with
+    random numbers, for weights that the model has no place for, which it would drop, and for
+    parameters saved as integers, bool or complex numbers.
     """
     unknown = sorted(loading["unexpected_keys"])
     if not isinstance(model, MaskedMixerForCausalLM):
@@ -223,8 +221,8 @@ def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: str) -> None:
-    """Raises UserError for a tokenizer that cannot be the model's, which may have more ids
-    (padding), never less, nor so many more that it is another model's. what: names the tokenizer.
+    """Raises UserError unless the tokenizer can be the model's, which may have more ids (padding),
+    but not fewer, and not many more. what: names the tokenizer.
     """
     ids = vocabulary_size(tokenizer)
     if not ids <= vocab_size <= ids + LARGEST_PADDING:
@@ -236,7 +234,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: 
 
 
 def check_token(largest: int, model: PreTrainedModel, what: str) -> None:
-    """Raises UserError for a token that the model does not have. what: names its text."""
+    """Raises UserError for a token that the model does not have. what: names the text."""
     ids = model.config.get_text_config().vocab_size
     if largest >= ids:
         raise UserError(

@@ -49,7 +49,7 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Each key whose value in the checkpoint is not the one of now; empty if there is none."""
+    """Names each key whose value differs between the checkpoint and now."""
     return "; ".join(
         f"{key} is {_short(saved.get(key))} in the checkpoint, now {_short(now.get(key))}"
         for key in sorted(saved | now)
@@ -63,10 +63,8 @@ def _short(value: Any) -> str:
 
 
 def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The checkpoint's model in fp32, with the mixing backend of `config`.
-
-    Raises UserError if the checkpoint cannot be read, and if the model's configuration is not
-    `config`, naming each differing field.
+    """The checkpoint's model in fp32, with the mixing backend of `config`. Raises UserError if it
+    cannot be read or has another configuration.
     """
     saved = load_model_config(checkpoint)
     check_same_model(checkpoint, saved, config, "choose another name to start afresh")
@@ -74,9 +72,8 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Gives a new model the weights of a checkpoint or of an exported model (train.init_from).
-
-    Raises UserError if that is another model, has another tokenizer, or cannot be read.
+    """Gives a new model the weights of a checkpoint or an exported model (train.init_from). Raises
+    UserError if that is another model, has another tokenizer, or cannot be read.
     """
     try:
         loaded, own = load_checkpoint(settled(directory), torch.device("cpu"))
@@ -99,7 +96,7 @@ def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 def check_same_model(
     checkpoint: Path, saved: PreTrainedConfig, config: PreTrainedConfig, otherwise: str
 ) -> None:
-    """Raises UserError naming each field in which a checkpoint's configuration is not `config`."""
+    """Raises UserError naming each field in which a checkpoint differs from `config`."""
     fields = [name for name in type(config)().to_dict() if name not in FREE]
     if type(saved) is not type(config):
         fields = ["model_type"]
@@ -119,7 +116,7 @@ def resume(
     optimizer: torch.optim.Optimizer,
     world: World,
 ) -> None:
-    """Loads all state beside the model: the optimizer's and the loss scale. Steps draw no random
+    """Loads all state besides the model: the optimizer's and the loss scale. Steps draw no random
     numbers, and the order of the data has no state.
 
     trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
@@ -136,8 +133,8 @@ def resume(
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that the optimizer's first step would make, by a step that is skipped on the
-    device (`found_inf` is 1) and so changes nothing.
+    """Creates the state that the optimizer's first step would create, with a step that is skipped
+    on the device (`found_inf` is 1) and so changes no weight.
     """
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for weight in parameters:
@@ -149,10 +146,10 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimizer's state, which has begun (`begin_state`), and shards it where the model
-    is sharded. Only one whole tensor is in memory at a time.
+    """Loads the optimizer's state into the one of `begin_state`, sharded like the model. Only one
+    whole tensor is in memory at a time.
 
-    Raises ValueError unless the checkpoint has just the names and shapes that the optimizer has.
+    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer.
     """
     state = optimizer_state(model, optimizer)
     # Earlier versions wrote a file for each shard, of the first dimension.

@@ -22,8 +22,8 @@ from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time. The main process has the thread that writes;
-    the others hand it their shards.
+    """Writes the checkpoints of a run, one at a time, in a thread of the main process, which
+    gathers the shards of the others.
 
     `save` returns when the state is copied to the host's memory. An error in the writing thread is
     raised by the next `save` or `wait`.
@@ -47,9 +47,9 @@ class CheckpointWriter:
         self.jobs: list[Future] = []
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
-        """Starts to write the checkpoint of the step trainer["step"]. All processes must call this
-        together. Raises NotFinite, and writes nothing, if a weight or a number in the optimizer's
-        state is NaN or infinity on any of them.
+        """Starts to write the checkpoint of step trainer["step"]. All processes must call this
+        together. Raises NotFinite, and writes nothing, if any weight or optimizer state is NaN or
+        infinite.
 
         trainer: the content of trainer.json without its format, see format.py.
         """
@@ -67,8 +67,8 @@ class CheckpointWriter:
         self._submit(self._write, {"format": format.FORMAT} | trainer)
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
-        """Links `best` to the best checkpoint, after those before are written."""
-        # a copy: training adds losses while the thread reads them
+        """Links `best` to the best checkpoint, once the pending ones are written."""
+        # A copy, because training adds losses while the thread reads them.
         self._submit(format.link_best, self.directory, dict(validation_losses))
 
     def wait(self) -> None:
@@ -86,8 +86,8 @@ class CheckpointWriter:
 
     @torch.no_grad()
     def _copy(self, held: dict[str, Tensor]) -> None:
-        """Copies the state to the host's memory. Shards are gathered by all processes together, one
-        tensor at a time: the state need not fit on one device.
+        """Copies the state to the host's memory. All processes gather shards together, one tensor
+        at a time: the state need not fit on one device.
         """
         on_gpu = self.world.device.type == "cuda"
         for name, tensor in held.items():
@@ -140,18 +140,14 @@ class CheckpointWriter:
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights and saved buffers by their names. Under FSDP the weights are sharded. A tied
-    weight comes once.
-    """
+    """The weights and saved buffers by name, sharded under FSDP. A tied weight comes once."""
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return dict(model.named_parameters()) | buffers
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as PARAMETER/KEY, whichever keys it has. Under FSDP it is sharded,
-    except for scalars.
-    """
+    """The optimizer's state as PARAMETER/KEY, sharded under FSDP except for scalars."""
     return {
         f"{name}/{key}": value
         for name, weight in model.named_parameters()
@@ -160,7 +156,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: its shard, or the tensor if not sharded."""
+    """The part of a tensor that this process holds: its shard, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
