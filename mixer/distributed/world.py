@@ -19,23 +19,20 @@ from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
 ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it
 # counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
-# How long a process that fails waits to hear whether another one failed first.
-QUIET_SECONDS = 1.0
 
 
 class World:
-    """What every part of a run is given beside its configuration.
+    """The processes of a run, as seen by one of them.
 
     Attributes:
         accelerator: accelerate's engine, which wraps the model in DDP or FSDP.
         device: where this process computes.
-        rank, size: which of how many processes this is. Rank 0 is the main process: it alone
-            prints, and writes what belongs to the whole run.
+        rank, size: which of how many processes this is. Rank 0 is the main process, which alone
+            prints, and writes the run's files.
         is_sharded: whether FSDP shards the model.
     """
 
@@ -74,8 +71,8 @@ class World:
         return self.accelerator.reduce(tensor, "sum")
 
     def require_shared(self, what: str, seen: Any) -> None:
-        """Raises UserError unless all processes see the same content in a directory that all hosts
-        must share. `seen` identifies the content, `what` names the directory.
+        """Raises UserError unless all hosts share a directory. `seen` identifies the content that
+        this process sees there, `what` names the directory.
         """
         every = self.gather(seen)
         other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
@@ -91,21 +88,21 @@ class World:
 
 
 def follow_launcher() -> None:
-    """Makes this process end as if by SIGTERM when its launcher ends: accelerate passes no signal
-    on. Raises UserError for a launch that cannot be followed.
+    """Has this process receive SIGTERM when its launcher ends, because accelerate passes no signal
+    on. Raises UserError for a launch that cannot train.
     """
     if problem := oddity() or _problem_of_accelerate():
         raise UserError(problem)
     if ACCELERATE in os.environ or (is_launched() and TORCHRUN in os.environ):
         launcher = os.getppid()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != launcher:  # it has ended meanwhile
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != launcher:  # it has already ended
             signal.raise_signal(signal.SIGTERM)
 
 
 def _problem_of_accelerate() -> str:
-    """What accelerate was asked for, by its variables, and cannot do here; "" if it can."""
+    """What accelerate's variables ask for and this trainer cannot do; "" if it can."""
     on = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
     engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
     refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
@@ -223,5 +220,5 @@ def _is_first_to_fail() -> bool:
     try:
         return dist.distributed_c10d._get_default_store().add("mixer/failed", 1) == 1
     except Exception:  # the process that holds the store has ended, so it failed first
-        time.sleep(QUIET_SECONDS)
+        time.sleep(1)  # so that the launcher sees it end first
         return False
