@@ -6,9 +6,9 @@
 The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
 second writes such weights.
 
-A LanguageMixer's file does not say whether a softmax belongs to the mixing, which has no
-counterpart here: the command assumes none, and says so. A recurrent mixer's file does not say which
-heads mix by row: it needs --mixing. See mixer/checkpoints/reference_format.py.
+A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
+the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
+it needs --mixing. See mixer/checkpoints/reference_format.py.
 """
 
 import sys
@@ -70,7 +70,7 @@ def convert_back(source: Path, output: Path) -> None:
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("source", type=settled, help="a .safetensors file of the author's; a checkpoint")
+    add("source", type=settled, help="the author's .safetensors file; with --back a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     how = "a directory or hub name, to be saved with the reference's model"
     one.add_argument("--tokenizer", metavar="NAME", help=how)

@@ -65,8 +65,8 @@ The code beside the weights is plain PyTorch. Where the masked-mixer package is 
 def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") -> None:
     """Writes the checkpoint, its tokenizer, code and model card into `output`, a new directory.
 
-    Raises UserError where `output` is not new, where `checkpoint` is no masked mixer's, and where a
-    weight is not finite, in fp32 or in `dtype`.
+    Raises UserError if `output` is not new, if `checkpoint` is not a masked mixer, and if a weight
+    is not finite, in fp32 or in `dtype`.
     """
     check_new(output)
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))

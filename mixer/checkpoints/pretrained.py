@@ -111,8 +111,8 @@ def load_checkpoint(
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
     backend: the mixing backend of a masked mixer; empty: what the checkpoint says. Raises UserError
-    where the directory is incomplete or damaged, where the model is no causal language model that
-    transformers knows, and where the tokenizer is another model's.
+    if the directory is incomplete or damaged, if transformers does not know the model as a causal
+    language model, and if the tokenizer is another model's.
     """
     check_checkpoint(directory)
     config = load_model_config(directory)
@@ -197,7 +197,7 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
     for found, problem in (
         (sorted(loading["missing_keys"]), "lacks the weights"),
         (unknown, "has weights that its config.json has no place for,"),
-        (wrong, "has weights that are no floating-point numbers,"),
+        (wrong, "has weights that are not floating-point numbers,"),
     ):
         if found:
             raise refused(directory, f"{problem} {', '.join(found[:3])}...")

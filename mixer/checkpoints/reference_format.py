@@ -1,19 +1,18 @@
-"""Weights in the formats of the author's code, read and written: those of the reference
-implementation of masked mixers, and of structured recurrent mixers (arXiv 2605.08696).
+"""Reads and writes the author's weight formats: those of the reference implementation of masked
+mixers, and of structured recurrent mixers (arXiv 2605.08696).
 
-Their state dicts hold the same numbers as ours under other names, and have one tensor for each head
-where ours have one for all heads.
+Their state dicts hold the same numbers as ours under other names, with one tensor per head where
+ours have one for all heads.
 
-LanguageMixer, the reference implementation, has the axes of a convolution in another order. It
-masks its weights in each forward, so their upper triangles may hold anything; here they become
-zero. Other forms with the same logits are read too: without biases in the convolutions; with Linear
-layers for convolutions of kernel size 1 (torch_compile=True); with heads under the name `conv`; and
-with a tied weight saved once (safetensors.torch.save_model). What a state dict does not say is
-assumed to be as in the paper: see ASSUMED.
+LanguageMixer, the reference implementation, orders the axes of a convolution differently. It masks
+its weights in each forward pass, so their upper triangles may hold anything; here they become zero.
+Variants with the same logits are read too: convolutions without biases; Linear layers in place of
+convolutions of kernel size 1 (torch_compile=True); heads under the name `conv`; and a tied weight
+saved once (safetensors.torch.save_model). ASSUMED is what a state dict does not say.
 
 MLPMixer, the recurrent one, has each block's MLP first, with SiLU, and saves a decay as d, here
 1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
-those by column. The keys and shapes of all of them are the same.
+has heads by column. Keys and shapes do not tell them apart.
 """
 
 import itertools
@@ -37,7 +36,7 @@ ASSUMED = (
     "plain mixing: masked convolutions, and no softmax over their weights or outputs. The file "
     "does not say so: a softmax mixer has the same keys and shapes"
 )
-# The options of a model here that both formats have too, or that do not change what it computes.
+# Options that both formats have too, or that do not change what a model computes.
 SHARED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"),
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
@@ -47,17 +46,17 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Format:
-    """Where one of the author's models has what a model here has."""
+    """The author's names for the parts of a model."""
 
     model: str
     embedding: str
     blocks: str
     names: dict[str, str]  # ours, and the author's
-    alone: str  # the one convolution of a block without heads
-    heads: str  # what is around the heads of a block
-    conv: str  # the convolutions in it
+    alone: str  # the only convolution of a block without heads
+    heads: str  # the module that holds the heads of a block
+    conv: str  # the list of convolutions in it
     options: tuple[str, ...]  # that models of this format have besides SHARED
-    fixed: dict[str, Any]  # options of all models of this format that are not our defaults
+    fixed: dict[str, Any]  # options of all its models that differ from our defaults
 
 
 LANGUAGE_MIXER = Format(
@@ -98,8 +97,8 @@ RECURRENT_MIXER = Format(
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, with those that safetensors.torch.save_model has left out
-    because they are the same as others: the metadata has the name of the other under theirs.
+    """The tensors of a .safetensors file. safetensors.torch.save_model leaves out tensors that are
+    the same as others, and names the others in the metadata.
     """
     try:
         with safe_open(file, "pt") as opened:
@@ -119,11 +118,10 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 def from_reference(
     source: Mapping[str, Tensor], mixing: str | None = None
 ) -> MaskedMixerForCausalLM:
-    """The model of a state dict of the author's, in fp32 and eval mode, as ASSUMED.
+    """The model of one of the author's state dicts, in fp32 and eval mode, as ASSUMED.
 
-    mixing: the mixing_weight of a recurrent mixer. Raises UserError where it is missing or not
-    wanted, and naming every key that is unknown or missing, and every tensor whose shape does not
-    fit the others.
+    mixing: the mixing_weight of a recurrent mixer. Raises UserError if it is missing or unwanted,
+    and for unknown or missing keys and shapes that do not fit, naming each.
     """
     is_recurrent = any("mixer_blocks." in key for key in source)
     form = RECURRENT_MIXER if is_recurrent else LANGUAGE_MIXER
@@ -144,8 +142,8 @@ def from_reference(
 
 
 def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
-    """The state dict of the author's model with the model's logits, in the model's dtype: of a
-    recurrent mixer where the mixing weight is a recurrence, else of a LanguageMixer.
+    """The state dict of the author's model with the same logits, in the model's dtype: a recurrent
+    mixer if the mixing weight is a recurrence, else a LanguageMixer.
 
     Raises UserError for a model that the author's code does not have.
     """
@@ -204,14 +202,14 @@ def _pieces(
                 tensor = tensor.permute(0, 2, 3, 1)
             for head in range(heads):
                 place = f"{form.heads}.{form.conv}.{head}" if heads > 1 else alone[layer]
-                # of a number for each head a view of its own
+                # A slice, so that a number for each head gives a view, too.
                 piece = tensor[head : head + 1] if tensor.dim() == 1 else tensor[head]
                 yield f"{block}{place}.{kind}", piece
 
 
 def _with_known_names(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
-    """The state dict without what wrappers put before every key, known by that of the embedding,
-    and with heads under the name `mixerhead`.
+    """The state dict without the prefix that wrappers put before every key, and with heads under
+    the name `mixerhead`.
     """
     pattern = re.compile(rf"((?:(?:model|module|_orig_mod)\.)*){form.embedding}\.weight")
     prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
@@ -227,9 +225,7 @@ def _with_known_names(source: Mapping[str, Tensor], form: Format) -> dict[str, T
 
 
 def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> MaskedMixerConfig:
-    """The sizes of the model, from the tensors of the first block. `_fill` checks later whether the
-    other blocks agree.
-    """
+    """The sizes of the model, from the tensors of the first block. `_fill` checks the others."""
     block, convs = f"{form.blocks}.0.", f"{form.blocks}.0.{form.heads}.{form.conv}."
     heads = len({key.removeprefix(convs).split(".")[0] for key in source if key.startswith(convs)})
     is_expanded = f"{block}conv.0.weight" in source

@@ -224,9 +224,9 @@ def check_writable(directory: Path) -> None:
     existing = next(path for path in places if os.path.lexists(path))
     problem = ""
     if not is_plain_text(str(directory)):  # some libraries cannot write there
-        problem = "its name is no UTF-8 text"
+        problem = "its name is not UTF-8 text"
     elif not existing.is_dir():
-        problem = f"{existing} is no directory"
+        problem = f"{existing} is not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} does not allow it"
     elif checkpoint := next((path for path in places if (path / "trainer_state").is_dir()), None):

@@ -140,7 +140,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, kind, 
     file = tmp_path / "saved" / "model.safetensors"
     name = next(name for name in load_file(file) if name.endswith("bias"))
     change_weights(file, name, lambda weight: weight.to(dtype))
-    with pytest.raises(UserError, match=f"no floating-point numbers, {name} of type"):
+    with pytest.raises(UserError, match=f"not floating-point numbers, {name} of type"):
         load_checkpoint(tmp_path / "saved", CPU)
     with pytest.raises(UserError, match=f"{name} of type {dtype}; allowed: floating-point numbers"):
         convert(file, tmp_path / "converted", None)
