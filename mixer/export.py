@@ -65,8 +65,8 @@ The code beside the weights is plain PyTorch. Where the masked-mixer package is 
 def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") -> None:
     """Writes the checkpoint, its tokenizer, code and model card into `output`, a new directory.
 
-    Raises UserError where `output` is not new, where `checkpoint` is no masked mixer's, and where a
-    weight is not finite, in fp32 or in `dtype`.
+    Raises UserError if `output` is not new, if `checkpoint` is not a masked mixer, and if a weight
+    is not finite, in fp32 or in `dtype`.
     """
     check_new(output)
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
@@ -86,26 +86,19 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     print(f"wrote {output}; read its README.md, then: hf upload NAME {output}")
 
 
-# ------------------------------------------------------------------------- the model card
-
-
 def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
     """The card as Markdown. What is not known of the checkpoint or its run is left out.
 
     Raises UserError where the run's files are damaged.
     """
     trainer, config = read_trainer(checkpoint), model.config
-    header = ModelCardData(
-        license=license,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["masked-mixer", "custom_code"],
-    )
+    kind = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    header = ModelCardData(license=license, tags=["masked-mixer", "custom_code"], **kind)
     facts = {
         "parameters": f"{model.num_parameters():,}",
-        "context, tokens": str(config.max_position_embeddings),
+        "context, tokens": config.max_position_embeddings,
         "hidden size, layers": f"{config.hidden_size}, {config.num_hidden_layers}",
-        "vocabulary": str(config.vocab_size),
+        "vocabulary": config.vocab_size,
     }
     if trainer:
         facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
@@ -144,20 +137,12 @@ def configuration(trainer: dict[str, Any]) -> str:
     return text + "".join(f"\n{line}.\n" for line in earlier)
 
 
-# ------------------------------------------------------------------------- the command
-
-
 def main() -> None:
     parser = command_parser("mixer.export", __doc__)
     add = parser.add_argument
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a new directory, named as the model",
-    )
+    how = "a new directory, named as the model"
+    add("--output", type=Path, required=True, metavar="DIR", help=how)
     add("--license", required=True, metavar="NAME", help="the model's license, for the card")
     add("--dtype", choices=WEIGHT_TYPES, default="fp32", help="of the weights (fp32)")
     options = parser.parse_args()

@@ -24,8 +24,7 @@ trainer.json holds
                                               race decided it
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
-disk, and renamed. Older checkpoints are deleted only after that. writer.py writes checkpoints,
-restore.py loads them.
+disk, and renamed. Older checkpoints are deleted only after that.
 """
 
 import json
@@ -39,18 +38,20 @@ from typing import Any
 
 from mixer.common.errors import Say, UserError
 from mixer.common.files import has_sha256, if_supported, publish, sha256
-from mixer.common.parsing import NONE, object_problem, read_json
+from mixer.common.parsing import NONE, read_json
 
 FORMAT = 2
 STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
-# Entries of trainer.json: those that every command reads, and those that only a resume needs.
+# Entries of trainer.json that every command reads, and those that only a resume needs.
 READ = {"step": int, "tokens": int, "data_directory": str}
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
 RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
 REMEDY = "copy the checkpoint again, or give another one"
+# Files that nothing loads, and that may be added to a checkpoint.
+UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
 
 
 def step_of(path: Path) -> int:
@@ -60,25 +61,22 @@ def step_of(path: Path) -> int:
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints of a run by step, those too that were damaged after they were complete."""
+    """The checkpoints of a run by step, also damaged ones."""
     return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
-    """The content of trainer.json; empty if there is none, as for a model from elsewhere.
-
-    Raises UserError if it cannot be read, or lacks what training writes.
+    """The content of trainer.json; empty for a model from elsewhere. Raises UserError if it cannot
+    be read, or lacks what training writes.
     """
     file = checkpoint / TRAINER
-    if not file.is_file():
-        return {}
-    return read_json(file, REMEDY, required=READ)
+    return read_json(file, REMEDY, required=READ) if file.is_file() else {}
 
 
 def earlier_settings(
     earlier: dict[str, dict[str, Any]], left_out: Collection[str] = ()
 ) -> list[str]:
-    """A line for each time that a run has gone on with other settings, from trainer.json."""
+    """A line for each change of settings in a run, from trainer.json."""
     shown = {
         step: ", ".join(f"{key} = {changed[key]}" for key in changed if key not in left_out)
         for step, changed in earlier.items()
@@ -86,86 +84,61 @@ def earlier_settings(
     return [f"Until step {step}: {settings}" for step, settings in shown.items() if settings]
 
 
-def optimizer_files(checkpoint: Path) -> list[Path]:
-    """The files of the optimizer's state, in the order of their shards."""
-    files = (checkpoint / STATE).glob("optimizer-*-of-*.safetensors")
-    return sorted(files, key=lambda file: int(file.name.split("-")[1]))
-
-
 def damage(checkpoint: Path, whole: bool = True) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing or not what training wrote, or one
-    that was added, which may change what is loaded. None if nothing is.
-
-    Each machine reads a file once. whole: False leaves out what only a resume loads.
+    """What is wrong with a checkpoint: a file is missing, changed or added. None if it is intact.
+    whole: False leaves out what only a resume loads.
     """
     if not checkpoint.is_dir():
         return "there is no such directory"
     try:
         listing = read_json(checkpoint / LISTING, REMEDY)
+        for name, known in listing.items():
+            is_read = whole or name == TRAINER or not name.startswith(f"{STATE}/")
+            if is_read and not has_sha256(checkpoint / name, known["sha256"]):
+                return f"{name} is not what was written (its SHA-256 differs)"
     except UserError as error:
         return str(error)
-    for name, known in listing.items():
-        if problem := object_problem(known, {"size": int, "sha256": str}):
-            return f"{LISTING} is damaged ({name!r}: {problem})"
-        file = checkpoint / name
-        if not whole and name.startswith(f"{STATE}/") and name != TRAINER:
-            continue
-        try:
-            same_size = file.stat().st_size == known["size"]
-            if not (same_size and has_sha256(file, known["sha256"])):
-                return f"{name} is not what was written (its size or its SHA-256 differs)"
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
+    except (KeyError, TypeError, ValueError):
+        return f"{LISTING} is damaged: {name!r} is {known!r:.60}"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
     found = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
-    ignored = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
-    added = [name for name in found - {LISTING, *listing} if not ignored.fullmatch(name)]
+    added = [name for name in found - {LISTING, *listing} if not UNREAD.fullmatch(name)]
     return f"{min(added)} was added, which may change what is loaded" if added else None
 
 
 def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
-    """The checkpoint to continue from, None for a fresh start; see `python train.py
-    --help` for checkpoint.resume.
+    """The checkpoint to continue from: the newest good one of the run, or the one that `resume`
+    names where it is not "auto". None for a fresh start.
 
-    Reads and checks all files of the candidates. Raises UserError for a named checkpoint that is
-    damaged, if all of the run's checkpoints are, and if they would be in the way.
+    Raises UserError if the run has newer checkpoints than the named one, and if none can be used.
     """
-    found = all_checkpoints(directory)[::-1]  # the newest first
-    if resume != "auto":
-        if not found or Path(resume).resolve().parent == directory.resolve():
-            return _named(Path(resume), found)
+    candidates, named = all_checkpoints(directory)[::-1], Path(resume)  # the newest first
+    if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
         say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
-    for path in found:
+    elif resume != "auto":
+        step = step_of(named.resolve())  # of `best`, that of the checkpoint which it links to
+        if newer := [str(path) for path in candidates if step_of(path) > step]:
+            raise UserError(
+                f"checkpoint.resume = {resume}, but the run has newer ones: {', '.join(newer)}; "
+                "delete these, or choose another name for a run that goes on from there"
+            )
+        candidates = [named]
+    for path in candidates:
         problem = damage(path)
         if problem is None:
             return path
         say(f"passing over {path}: {problem}")
-    if found:  # a fresh start would overwrite them and the run's metrics
+    if candidates:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
-            f"{directory} has {len(found)} checkpoint(s), and none can be used; choose another "
-            f"name, give one with checkpoint.resume, or delete {directory} to start afresh"
+            f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); choose "
+            f"another name, give another checkpoint.resume, or delete {directory} to start afresh"
         )
     return None
 
 
-def _named(path: Path, of_run: list[Path]) -> Path:
-    """The checkpoint that checkpoint.resume names."""
-    if problem := damage(path):
-        raise UserError(
-            f"checkpoint {path} cannot be used: {problem}; give another one, such as an earlier "
-            "step-N beside it"
-        )
-    step = step_of(path.resolve())  # of `best`, that of the checkpoint which it links to
-    if newer := [str(other) for other in of_run if step_of(other) > step]:
-        raise UserError(
-            f"checkpoint.resume = {path}, but the run has newer ones, which checkpoint.resume=auto "
-            f"would take next time: {', '.join(newer)}; delete these, or choose another name for a "
-            f"run that goes on from {path.name}"
-        )
-    return path
-
-
 def complete(partial: Path, final: Path) -> None:
-    """Turns a directory with all files of a checkpoint into a complete checkpoint, `final`."""
+    """Lists the files of a checkpoint, and renames it once all of it is on disk."""
     files = {
         str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(partial.rglob("*"))
@@ -178,8 +151,8 @@ def complete(partial: Path, final: Path) -> None:
 
 
 def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
-    """Deletes checkpoints, except the newest `keep` up to step `last`, those whose step
-    `keep_every` divides, and the best one. What a resume passed over, with later steps, stays.
+    """Deletes checkpoints up to step `last`, except the newest `keep`, every `keep_every` steps,
+    and the best one. Later ones, which a resume has passed over, stay.
     """
     best = (directory / "best").resolve()
     for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
@@ -192,11 +165,11 @@ def link_best(directory: Path, validation_losses: dict[int, float | None]) -> No
 
     validation_losses: by step; None or NaN where the loss was not finite.
     """
-    losses = {path: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
-    scored = {path: loss for path, loss in losses.items() if math.isfinite(loss or math.nan)}
+    found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
+    scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
     if not scored:
         return
-    best, partial = min(scored, key=scored.get).name, directory / "best.partial"
+    best, partial = min(scored, key=scored.get), directory / "best.partial"
     partial.unlink(missing_ok=True)
     otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
     if if_supported(otherwise, os.symlink, best, partial):
@@ -204,14 +177,14 @@ def link_best(directory: Path, validation_losses: dict[int, float | None]) -> No
 
 
 def remove_partial(directory: Path) -> None:
-    """Deletes what a killed save or deletion left behind."""
+    """Deletes what a killed save or deletion has left behind."""
     for path in directory.glob("step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint. It is renamed first: a killed deletion leaves no half checkpoint. What
-    cannot be deleted, as on NFS while another process reads it, is left to the run's next start.
+    """Deletes a checkpoint. It is renamed first, so that a kill leaves no half of it. Files that
+    cannot be deleted, as on NFS while another process reads them, go at the run's next start.
     """
     doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,20 +1,18 @@
-"""Weights in the formats of the author's code, read and written: those of the reference
-implementation of masked mixers, and of structured recurrent mixers (arXiv 2605.08696).
+"""Reads and writes the author's weight formats: those of the reference implementation of masked
+mixers, and of structured recurrent mixers (arXiv 2605.08696).
 
-Their state dicts hold the same numbers as ours under other names, and have one tensor for each head
-where ours have one for all heads.
+Their state dicts hold the same numbers as ours under other names, with one tensor per head where
+ours have one for all heads.
 
-LanguageMixer, the reference implementation, has the axes of a convolution in another order. It
-masks its weights in each forward, so their upper triangles may hold anything; here they become
-zero. Other forms of it have the same logits and are read too: without biases in the convolutions;
-with Linear layers in place of convolutions of kernel size 1 (torch_compile=True); with heads under
-the name `conv`; and with a tied weight saved once (safetensors.torch.save_model). A state dict does
-not say everything about a model, and what it does not say is assumed to be as in the paper; ASSUMED
-says what. No look at the weights could tell.
+LanguageMixer, the reference implementation, orders the axes of a convolution differently. It masks
+its weights in each forward pass, so their upper triangles may hold anything; here they become zero.
+Variants with the same logits are read too: convolutions without biases; Linear layers in place of
+convolutions of kernel size 1 (torch_compile=True); heads under the name `conv`; and a tied weight
+saved once (safetensors.torch.save_model). ASSUMED is what a state dict does not say.
 
 MLPMixer, the recurrent one, has each block's MLP first, with SiLU, and saves a decay as d, here
 1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
-those by column. The keys and shapes of all of them are the same.
+has heads by column. Keys and shapes do not tell them apart.
 """
 
 import itertools
@@ -38,7 +36,7 @@ ASSUMED = (
     "plain mixing: masked convolutions, and no softmax over their weights or outputs. The file "
     "does not say so: a softmax mixer has the same keys and shapes"
 )
-# The options of a model here that both formats have too, or that do not change what it computes.
+# Options that both formats have too, or that do not change what a model computes.
 SHARED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"),
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
@@ -48,31 +46,24 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Format:
-    """Where one of the author's models has what a model here has."""
+    """The author's names for the parts of a model."""
 
     model: str
+    embedding: str
+    blocks: str
     names: dict[str, str]  # ours, and the author's
-    alone: str  # the one convolution of a block without heads
-    heads: str  # what is around the heads of a block
-    conv: str  # the convolutions in it
+    alone: str  # the only convolution of a block without heads
+    heads: str  # the module that holds the heads of a block
+    conv: str  # the list of convolutions in it
     options: tuple[str, ...]  # that models of this format have besides SHARED
-    fixed: dict[str, Any]  # options of all models of this format that are not our defaults
-
-    @property
-    def embedding(self) -> str:
-        return self.names["model.embed_tokens"]
-
-    @property
-    def block(self) -> str:
-        """Before the keys of the first block."""
-        return f"{self.names['model.layers']}.0."
+    fixed: dict[str, Any]  # options of all its models that differ from our defaults
 
 
 LANGUAGE_MIXER = Format(
     model="a LanguageMixer",
+    embedding="wte",
+    blocks="mixerblocks",
     names={
-        "model.embed_tokens": "wte",
-        "model.layers": "mixerblocks",
         "mixing_norm": "seq_layernorm",
         "mlp_norm": "patch_layernorm",
         "mlp.up_proj": "patch_ff.0",
@@ -86,10 +77,10 @@ LANGUAGE_MIXER = Format(
 )
 RECURRENT_MIXER = Format(
     model="a structured recurrent mixer",
+    embedding="input_layer",
+    blocks="mixer_blocks",
     names={
-        "model.embed_tokens": "input_layer",
         "lm_head": "output_layer",
-        "model.layers": "mixer_blocks",
         "mixing_norm": "token_norm",
         "mlp_norm": "channel_norm",
         "mlp.up_proj": "channel_mixing_layer.0",
@@ -106,8 +97,8 @@ RECURRENT_MIXER = Format(
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, with those that safetensors.torch.save_model has left out
-    because they are the same as others: the metadata has the name of the other under theirs.
+    """The tensors of a .safetensors file. safetensors.torch.save_model leaves out tensors that are
+    the same as others, and names the others in the metadata.
     """
     try:
         with safe_open(file, "pt") as opened:
@@ -127,11 +118,10 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 def from_reference(
     source: Mapping[str, Tensor], mixing: str | None = None
 ) -> MaskedMixerForCausalLM:
-    """The model of a state dict of the author's, in fp32 and eval mode, as ASSUMED.
+    """The model of one of the author's state dicts, in fp32 and eval mode, as ASSUMED.
 
-    mixing: the mixing_weight of a recurrent mixer. Raises UserError where it is missing or not
-    wanted, and naming every key that is unknown or missing, and every tensor whose shape does not
-    fit the others.
+    mixing: the mixing_weight of a recurrent mixer. Raises UserError if it is missing or unwanted,
+    and for unknown or missing keys and shapes that do not fit, naming each.
     """
     is_recurrent = any("mixer_blocks." in key for key in source)
     form = RECURRENT_MIXER if is_recurrent else LANGUAGE_MIXER
@@ -142,7 +132,7 @@ def from_reference(
             "head goes by row or by column, rows (the author's ColRepeat in all heads), columns "
             "(RowRepeat) or mixed (MixedRepeatHeads)"
         )
-    source = _in_one_form(_without_prefix(source, form), form)
+    source = _with_known_names(source, form)
     model = MaskedMixerForCausalLM(_config(source, form, mixing)).eval()
     _fill(dict(_pieces(model.state_dict(), model.config, form)), source, form)
     for name, parameter in model.named_parameters():
@@ -152,8 +142,8 @@ def from_reference(
 
 
 def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
-    """The state dict of the author's model with the model's logits, in the model's dtype: of a
-    recurrent mixer where the mixing weight is a recurrence, else of a LanguageMixer.
+    """The state dict of the author's model with the same logits, in the model's dtype: a recurrent
+    mixer if the mixing weight is a recurrence, else a LanguageMixer.
 
     Raises UserError for a model that the author's code does not have.
     """
@@ -194,8 +184,9 @@ def _pieces(
     """Views of the model's tensors, under the author's names and with the author's axes."""
     heads = config.num_mixer_heads
     alone = {"conv": "conv.0" if config.mixer_expansion else form.alone, "second_conv": "conv.2"}
+    names = {"model.embed_tokens": form.embedding, "model.layers": form.blocks} | form.names
     for name, tensor in tensors.items():
-        for ours, theirs in form.names.items():
+        for ours, theirs in names.items():
             name = name.replace(ours, theirs)
         block, is_mixing, part = name.partition("mixing.")
         layer, _, kind = part.partition(".")
@@ -211,13 +202,15 @@ def _pieces(
                 tensor = tensor.permute(0, 2, 3, 1)
             for head in range(heads):
                 place = f"{form.heads}.{form.conv}.{head}" if heads > 1 else alone[layer]
-                # of a number for each head a view of its own
+                # A slice, so that a number for each head gives a view, too.
                 piece = tensor[head : head + 1] if tensor.dim() == 1 else tensor[head]
                 yield f"{block}{place}.{kind}", piece
 
 
-def _without_prefix(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
-    """The state dict without what wrappers put before every key, known by that of the embedding."""
+def _with_known_names(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
+    """The state dict without the prefix that wrappers put before every key, and with heads under
+    the name `mixerhead`.
+    """
     pattern = re.compile(rf"((?:(?:model|module|_orig_mod)\.)*){form.embedding}\.weight")
     prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
     if len(prefixes) != 1:
@@ -226,50 +219,24 @@ def _without_prefix(source: Mapping[str, Tensor], form: Format) -> dict[str, Ten
             f"{form.embedding}.weight, with nothing or model. or module. before it; the first keys "
             f"are {', '.join(sorted(source)[:4])}"
         )
-    return {key.removeprefix(*prefixes): tensor for key, tensor in source.items()}
-
-
-def _in_one_form(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
-    """The state dict with decays as ours; of a LanguageMixer with heads under the name `mixerhead`,
-    Linear layers (out, in) as convolutions (out, in, 1), and biases of zero if no convolution has
-    any.
-    """
-    if form is RECURRENT_MIXER:
-        return {key: _decay(key, tensor.float()) for key, tensor in source.items()}
-    source = {
-        re.sub(r"\.conv\.(convs|proj_head|out_proj)\.", r".mixerhead.\1.", key): tensor
-        for key, tensor in source.items()
-    }
-    # A convolution's weight: of a head, of one of two (expanded), or of the only one (flat).
-    weight = re.compile(r"(mixerblocks\.\d+\.(?:mixerhead\.convs\.\d+|conv\.[02]|conv)\.)weight")
-    layers = [match.group(1) for key in source if (match := weight.fullmatch(key))]
-    no_biases = not any(f"{layer}bias" in source for layer in layers)
-    for layer in layers:
-        weight = source[f"{layer}weight"]
-        if weight.dim() == 2:
-            source[f"{layer}weight"] = weight[..., None]
-        if no_biases:
-            source[f"{layer}bias"] = weight.new_zeros(weight.shape[:1])
-    return source
+    heads = re.compile(r"\.conv\.(convs|proj_head|out_proj)\.")
+    names = {key: heads.sub(r".mixerhead.\1.", key.removeprefix(*prefixes)) for key in source}
+    return {names[key]: tensor for key, tensor in source.items()}
 
 
 def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> MaskedMixerConfig:
-    """The sizes of the model, from the tensors of the first block. `_fill` checks later whether the
-    other blocks agree.
-    """
-    around, blocks = f"{form.block}{form.heads}.", form.names["model.layers"]
-    of_heads = re.compile(rf"{re.escape(f'{around}{form.conv}')}\.\d+\.weight")
-    heads = sum(of_heads.fullmatch(key) is not None for key in source)
-    is_expanded = f"{form.block}conv.0.weight" in source
-    conv = f"{form.block}{'conv.0' if is_expanded else form.alone}"
-    conv = f"{around}{form.conv}.0" if heads else conv
-    projects = not heads or form is LANGUAGE_MIXER or f"{around}out_proj.weight" in source
+    """The sizes of the model, from the tensors of the first block. `_fill` checks the others."""
+    block, convs = f"{form.blocks}.0.", f"{form.blocks}.0.{form.heads}.{form.conv}."
+    heads = len({key.removeprefix(convs).split(".")[0] for key in source if key.startswith(convs)})
+    is_expanded = f"{block}conv.0.weight" in source
+    conv = f"{convs}0" if heads else f"{block}{'conv.0' if is_expanded else form.alone}"
+    out_proj = f"{block}{form.heads}.out_proj.weight"
+    # Blocks without a gap: one behind it is an unknown key.
+    numbers = {key.split(".")[1] for key in source if key.startswith(f"{form.blocks}.")}
     try:
         vocabulary, hidden = source[f"{form.embedding}.weight"].shape
         _, context, *taps = source[f"{conv}.weight"].shape
-        width, _ = source[f"{form.block}{form.names['mlp.up_proj']}.weight"].shape
-        # Blocks without a gap: one behind it is an unknown key.
-        numbers = {key.split(".")[1] for key in source if key.startswith(f"{blocks}.")}
+        width, _ = source[f"{block}{form.names['mlp.up_proj']}.weight"].shape
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
@@ -279,7 +246,7 @@ def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> M
             num_mixer_heads=max(heads, 1),
             mixer_kernel_size=taps[0] if taps else 1,
             mixer_expansion=is_expanded,
-            mixer_projections=projects,
+            mixer_projections=not heads or form is LANGUAGE_MIXER or out_proj in source,
             mixing_weight=mixing or "full",
             mixing_decay=f"{conv}.decay_value" in source,
             **form.fixed,
@@ -291,17 +258,24 @@ def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> M
         ) from None
 
 
-def _fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], form: Format) -> None:
-    """Copies `source` into tensors under the same keys. Raises UserError unless it has just their
-    keys and shapes.
+def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) -> None:
+    """Copies `source` into tensors under the same keys. A Linear layer's weight (out, in) is that
+    of a convolution (out, in, 1), and biases are zero if no convolution has any.
+
+    Raises UserError unless `source` has just their keys and shapes.
     """
+    layers = [key.removesuffix("weight") for key, piece in pieces.items() if piece.dim() == 3]
+    biases = [f"{layer}bias" for layer in layers]
+    if not any(bias in source for bias in biases):
+        source |= {bias: torch.zeros_like(pieces[bias]) for bias in biases}
+    for key, tensor in source.items():
+        if tensor.dim() == 2 and key.removesuffix("weight") in layers:
+            source[key] = tensor[..., None]
     shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
-    problems = [f"unknown: {key} {shapes[key]}" for key in sorted(shapes.keys() - wanted)]
-    problems += [f"missing: {key} {wanted[key]}" for key in sorted(wanted.keys() - shapes)]
-    problems += [
-        f"{key} has shape {shapes[key]}, expected {shape}"
-        for key, shape in wanted.items()
-        if shapes.get(key, shape) != shape
+    problems = [
+        f"{key} has shape {shapes.get(key, 'none')}, expected {wanted.get(key, 'none')}"
+        for key in sorted(shapes | wanted)
+        if shapes.get(key) != wanted.get(key)
     ]
     if problems:
         listing = "\n  ".join(problems)
@@ -310,4 +284,4 @@ def _fill(pieces: Mapping[str, Tensor], source: Mapping[str, Tensor], form: Form
             f"guessed:\n  {listing}"
         )
     for key, piece in pieces.items():
-        piece.copy_(source[key])
+        piece.copy_(_decay(key, source[key].float()))

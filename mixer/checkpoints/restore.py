@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from mixer.checkpoints import format, pretrained
-from mixer.checkpoints.format import FORMAT, optimizer_files, read_trainer
+from mixer.checkpoints import pretrained
+from mixer.checkpoints.format import FORMAT, REMEDY, RESUMED, STATE, TRAINER, read_trainer
 from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
 from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
@@ -21,8 +21,8 @@ from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
 # What a resume may change in the model's configuration, and what transformers records in it.
-FREE = ("mixing_backend", "mixing_init", "architectures", "dtype", "transformers_version")
-FREE += ("_name_or_path",)
+FREE = {"mixing_backend", "mixing_init"}
+FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
 
 
 def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
             f"{FORMAT}; it can be loaded and evaluated, but resume it with the version that wrote "
             "it, or choose another name to start afresh"
         )
-    read_json(checkpoint / format.TRAINER, format.REMEDY, required=format.RESUMED)
+    read_json(checkpoint / TRAINER, REMEDY, required=RESUMED)
     if differing := differences(trainer["data"], data):
         raise UserError(
             f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "
@@ -49,7 +49,7 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Each key whose value in the checkpoint is not the one of now; empty if there is none."""
+    """Names each key whose value differs between the checkpoint and now."""
     return "; ".join(
         f"{key} is {_short(saved.get(key))} in the checkpoint, now {_short(now.get(key))}"
         for key in sorted(saved | now)
@@ -63,10 +63,8 @@ def _short(value: Any) -> str:
 
 
 def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The checkpoint's model in fp32, with the mixing backend of `config`.
-
-    Raises UserError if the checkpoint cannot be read, and if the model's configuration is not
-    `config`, naming each differing field.
+    """The checkpoint's model in fp32, with the mixing backend of `config`. Raises UserError if it
+    cannot be read or has another configuration.
     """
     saved = load_model_config(checkpoint)
     check_same_model(checkpoint, saved, config, "choose another name to start afresh")
@@ -74,9 +72,8 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Gives a new model the weights of a checkpoint or of an exported model (train.init_from).
-
-    Raises UserError if that is another model, has another tokenizer, or cannot be read.
+    """Gives a new model the weights of a checkpoint or an exported model (train.init_from). Raises
+    UserError if that is another model, has another tokenizer, or cannot be read.
     """
     try:
         loaded, own = load_checkpoint(settled(directory), torch.device("cpu"))
@@ -99,13 +96,11 @@ def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 def check_same_model(
     checkpoint: Path, saved: PreTrainedConfig, config: PreTrainedConfig, otherwise: str
 ) -> None:
-    """Raises UserError naming each field in which a checkpoint's configuration is not `config`."""
-    fields = [name for name in type(config)().to_dict() if hasattr(config, name)]
+    """Raises UserError naming each field in which a checkpoint differs from `config`."""
+    fields = [name for name in type(config)().to_dict() if name not in FREE]
     if type(saved) is not type(config):
         fields = ["model_type"]
-    before, now = (
-        {n: getattr(of, n, None) for n in fields if n not in FREE} for of in (saved, config)
-    )
+    before, now = ({name: getattr(of, name, None) for name in fields} for of in (saved, config))
     if differing := differences(before, now):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; set these keys "
@@ -121,7 +116,7 @@ def resume(
     optimizer: torch.optim.Optimizer,
     world: World,
 ) -> None:
-    """Loads all state beside the model: the optimizer's and the loss scale. Steps draw no random
+    """Loads all state besides the model: the optimizer's and the loss scale. Steps draw no random
     numbers, and the order of the data has no state.
 
     trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
@@ -130,18 +125,16 @@ def resume(
     try:
         load_optimizer(checkpoint, model, optimizer)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"the {format.STATE}/ of checkpoint {checkpoint} is not what training wrote "
-            f"({first_line(error)}): give another checkpoint"
-        ) from None
+        problem = f"has a {STATE}/ that is not what training wrote ({first_line(error)})"
+        raise pretrained.refused(checkpoint, problem) from None
     scaler = world.accelerator.scaler
     if scaler is not None and trainer["scaler"]:
         scaler.load_state_dict(trainer["scaler"])
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that the optimizer's first step would make, by a step that is skipped on the
-    device (`found_inf` is 1) and so changes nothing.
+    """Creates the state that the optimizer's first step would create, with a step that is skipped
+    on the device (`found_inf` is 1) and so changes no weight.
     """
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for weight in parameters:
@@ -153,26 +146,27 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Loads the optimizer's state, which has begun (`begin_state`), and shards it where the model
-    is sharded. Only one whole tensor is in memory at a time.
+    """Loads the optimizer's state into the one of `begin_state`, sharded like the model. Only one
+    whole tensor is in memory at a time.
 
-    Raises ValueError unless the checkpoint has just the names and shapes that the optimizer has.
+    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer.
     """
     state = optimizer_state(model, optimizer)
+    # Earlier versions wrote a file for each shard, of the first dimension.
+    files = (checkpoint / STATE).glob("optimizer-*-of-*.safetensors")
+    files = sorted(files, key=lambda file: int(file.name.split("-")[1]))
     parts: dict[str, list[Any]] = {}  # the files that have each name
-    for file in optimizer_files(checkpoint):
-        opened = safe_open(file, "pt")
+    for opened in [safe_open(file, "pt") for file in files]:
         for name in opened.keys():
             parts.setdefault(name, []).append(opened)
     if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
         raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
-    for name, files in parts.items():
-        tensors = [file.get_tensor(name) for file in files]
+    for name, held in state.items():
+        tensors = [opened.get_tensor(name) for opened in parts[name]]
         value = torch.cat(tensors) if tensors[0].ndim else tensors[0]  # all have the same scalars
-        if value.shape != state[name].shape:
-            shapes = f"{tuple(value.shape)}, expected {tuple(state[name].shape)}"
-            raise ValueError(f"it has {name} of shape {shapes}")
-        value = value.to(state[name].device)
-        if isinstance(state[name], DTensor):
-            value = distribute_tensor(value, state[name].device_mesh, state[name].placements)
-        local_part(state[name]).copy_(local_part(value))
+        if value.shape != held.shape:
+            raise ValueError(f"it has {name} of shape {value.shape}, expected {held.shape}")
+        value = value.to(held.device)
+        if isinstance(held, DTensor):
+            value = distribute_tensor(value, held.device_mesh, held.placements)
+        local_part(held).copy_(local_part(value))

@@ -22,8 +22,8 @@ from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, one at a time. The main process has the thread that writes;
-    the others hand it their shards.
+    """Writes the checkpoints of a run, one at a time, in a thread of the main process, which
+    gathers the shards of the others.
 
     `save` returns when the state is copied to the host's memory. An error in the writing thread is
     raised by the next `save` or `wait`.
@@ -47,30 +47,28 @@ class CheckpointWriter:
         self.jobs: list[Future] = []
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
-        """Starts to write the checkpoint of the step trainer["step"].
+        """Starts to write the checkpoint of step trainer["step"]. All processes must call this
+        together. Raises NotFinite, and writes nothing, if any weight or optimizer state is NaN or
+        infinite.
 
         trainer: the content of trainer.json without its format, see format.py.
-
-        All processes must call this together. Raises NotFinite, and writes nothing, if a weight or
-        a number in the optimizer's state is NaN or infinity on any of them.
         """
         self.wait()  # until the last checkpoint is written
         held = saved_weights(self.model) | optimizer_state(self.model, optimizer)
         found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
         if names := [name for of_process in self.world.gather(found) for name in of_process]:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise NotFinite(
                 f"after step {trainer['step']} the weights or the optimizer's state are not finite "
-                f"({names[0]}{more}), so no checkpoint of it is written. Lower optim.lr or raise "
-                "optim.warmup_steps and run the same command again: it goes on from the last "
-                "checkpoint"
+                f"({', '.join(names[:3])}...), so no checkpoint of it is written. Lower optim.lr "
+                "or raise optim.warmup_steps and run the same command again: it goes on from the "
+                "last checkpoint"
             )
         self._copy(held)
         self._submit(self._write, {"format": format.FORMAT} | trainer)
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
-        """Links `best` to the best checkpoint, after those before are written."""
-        # a copy: training adds losses while the thread reads them
+        """Links `best` to the best checkpoint, once the pending ones are written."""
+        # A copy, because training adds losses while the thread reads them.
         self._submit(format.link_best, self.directory, dict(validation_losses))
 
     def wait(self) -> None:
@@ -88,8 +86,8 @@ class CheckpointWriter:
 
     @torch.no_grad()
     def _copy(self, held: dict[str, Tensor]) -> None:
-        """Copies the state to the host's memory. Shards are gathered by all processes together, one
-        tensor at a time: the state need not fit on one device.
+        """Copies the state to the host's memory. All processes gather shards together, one tensor
+        at a time: the state need not fit on one device.
         """
         on_gpu = self.world.device.type == "cuda"
         for name, tensor in held.items():
@@ -104,16 +102,13 @@ class CheckpointWriter:
 
     def _write(self, trainer: dict[str, Any]) -> None:
         """Writes one checkpoint, of the copies; runs in the thread."""
-        optimizer = {name: copy for name, copy in self.copies.items() if "/" in name}
-        weights = {name: copy for name, copy in self.copies.items() if name not in optimizer}
         final = self.directory / f"step-{trainer['step']}"
         partial = final.with_name(final.name + ".partial")
         try:
             (partial / format.STATE).mkdir(parents=True, exist_ok=True)
+            optimizer = {name: copy for name, copy in self.copies.items() if "/" in name}
             save_file(optimizer, partial / format.OPTIMIZER)
-            _write_model(partial, self.model, weights, self.tokenizer)
-            if self.makes_vectors:
-                write_modules(partial, self.model.config.hidden_size)
+            self._write_model(partial)
             (partial / format.TRAINER).write_text(json.dumps(trainer, indent=1))
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
             flush(self.directory / "metrics.jsonl")
@@ -124,23 +119,35 @@ class CheckpointWriter:
         self.world.say(f"saved {final}")
         format.prune(self.directory, trainer["step"], self.keep, self.keep_every)
 
+    def _write_model(self, directory: Path) -> None:
+        """Writes what from_pretrained loads. save_pretrained would write the weights as they are
+        now, and training has changed them since they were copied.
+        """
+        config = type(self.model.config).from_dict(self.model.config.to_dict())
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        config.architectures, config.dtype = [kind.__name__], torch.float32
+        if isinstance(config, MaskedMixerConfig):
+            config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without
+        for part in (config, self.model.generation_config, self.tokenizer):
+            part.save_pretrained(directory)
+        weights = {name: copy for name, copy in self.copies.items() if "/" not in name}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        if self.makes_vectors:
+            write_modules(directory, config.hidden_size)
+
 
 # ------------------------------------------------------------------------- the state
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights and saved buffers by their names. Under FSDP the weights are sharded. A tied
-    weight comes once.
-    """
+    """The weights and saved buffers by name, sharded under FSDP. A tied weight comes once."""
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return dict(model.named_parameters()) | buffers
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as PARAMETER/KEY, whichever keys it has. Under FSDP it is sharded,
-    except for scalars.
-    """
+    """The optimizer's state as PARAMETER/KEY, sharded under FSDP except for scalars."""
     return {
         f"{name}/{key}": value
         for name, weight in model.named_parameters()
@@ -149,7 +156,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: its shard, or the tensor if not sharded."""
+    """The part of a tensor that this process holds: its shard, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -158,32 +165,10 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
 
 
-# ------------------------------------------------------------------------- the model
+# ------------------------------------------------------------------------- vectors of texts
 
-
-def _write_model(
-    directory: Path,
-    model: PreTrainedModel,
-    weights: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Writes what from_pretrained loads. save_pretrained would write the weights as they are now,
-    and training has changed them since they were copied.
-    """
-    config = type(model.config).from_dict(model.config.to_dict())
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
-    config.architectures = [kind.__name__]
-    config.dtype = torch.float32
-    if isinstance(config, MaskedMixerConfig):
-        config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without one
-    config.save_pretrained(directory)
-    model.generation_config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-# What sentence-transformers reads beside a model that makes vectors of texts: the model, the state
-# of the last token, divided by its norm; as (folder, class).
+# What sentence-transformers reads beside a model: the model, the state of the last token, divided
+# by its norm; as (folder, class).
 MODULES = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
 MODULES_FILE = "modules.json"
 

@@ -1,6 +1,4 @@
-"""How a command speaks and ends: errors that the user can fix, lines of progress, and which process
-of a launch prints them.
-"""
+"""How a command speaks and ends, and which process of a launch this is."""
 
 import argparse
 import multiprocessing
@@ -11,21 +9,18 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-# Functions tell people what they do line by line, to the `say` that they are given.
-Say = Callable[[str], None]
+Say = Callable[[str], None]  # tells the user a line of progress
 
 
 class UserError(Exception):
     """An error that the user can fix. The message says what was given, what is allowed and what to
-    do.
-
-    Commands print it as `error: ...` without a traceback and exit with status 2 (`run_command`).
+    do. Commands print it without a traceback and exit with status 2.
     """
 
 
 class NotFinite(UserError):
-    """Numbers of a run are NaN or infinite: its training has diverged. The message says so in the
-    words "not finite".
+    """Numbers of a run are NaN or infinite: its training has diverged. The message says "not
+    finite".
     """
 
 
@@ -37,17 +32,14 @@ def command_parser(name: str | None, about: str, **how) -> argparse.ArgumentPars
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Runs a command's `main`. On a UserError, or an error of the system such as a full disk,
-    prints the message to stderr and exits with status 2; on Ctrl-C with 130.
-
-    In a launch of several processes only rank 0 prints: what fails before the processes connect
-    fails in all of them alike.
+    """Runs a command's `main`. A UserError or a system error, such as a full disk, becomes a line
+    on stderr and exit status 2; Ctrl-C becomes 130. In a launch only rank 0 prints.
     """
     sys.excepthook = end_at_interrupt
     if sys.stdout is None:  # the shell has closed it
         sys.stdout = open(os.devnull, "w")
-    # What a terminal or a file cannot show, such as the bytes of a path, is written as \x...
-    with suppress(OSError):  # where nobody reads what is printed
+    # Characters that the output cannot show, such as a path's odd bytes, are written as \x...
+    with suppress(OSError):  # if nobody reads the output
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
@@ -55,7 +47,7 @@ def run_command(main: Callable[[], None]) -> None:
         finally:
             sys.stdout.flush()
     except (UserError, OSError) as error:
-        if isinstance(error, OSError):  # perhaps of stdout, and Python writes there once more
+        if isinstance(error, OSError):  # perhaps from stdout, which Python would flush again
             sys.stdout = open(os.devnull, "w")
         say_on_stderr(f"error: {error}")
         sys.exit(2)
@@ -66,13 +58,11 @@ def end_at_interrupt(kind, error, trace) -> None:
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
     say_on_stderr("interrupted")
-    os._exit(130)  # nobody waits for its threads
+    os._exit(130)  # without waiting for threads
 
 
 def end_with_parent() -> None:
-    """For a process of multiprocessing: SIGTERM when the process that started it has ended, however
-    that was.
-    """
+    """Sends SIGTERM to this process of multiprocessing when its parent has ended."""
 
     def wait() -> None:
         multiprocessing.parent_process().join()
@@ -82,18 +72,22 @@ def end_with_parent() -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The error's type and the first line of its message, without the advice and traces below it.
-
-    Where the first line ends in a colon, the second line follows.
+    """The error's type and the first line of its message, or two lines if the first ends in a
+    colon; not the advice and traces below.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     return f"{type(error).__name__}: {' '.join(said)}"
 
 
+def say_on_stderr(line: str) -> None:
+    """For commands whose stdout is their result. Of several processes only rank 0 prints."""
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
 # ------------------------------------------------------------------------- processes of a launch
-# What a launcher such as torchrun sets in the environment. A pod or a job script may set such
-# variables too, so a rank counts only where the others fit it.
+# A launcher such as torchrun sets all these variables. Pods and job scripts may set some of them.
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 NAMES = (*PLACE, "MASTER_ADDR", "MASTER_PORT")
@@ -109,23 +103,15 @@ def is_launched() -> bool:
 
 
 def rank() -> int:
-    """0 where no launcher has started this process."""
+    """0 if no launcher has started this process."""
     return int(os.environ["RANK"]) if is_launched() else 0
 
 
-def say_on_stderr(line: str) -> None:
-    """For commands whose stdout is their result. Of several processes the first one prints."""
-    if rank() == 0:
-        print(line, file=sys.stderr, flush=True)
-
-
 def oddity() -> str:
-    """What is wrong with the environment where it has a rank, or several processes, without a
-    launcher; "" if nothing is.
-    """
+    """The problem if the environment names a rank but no launcher has set it, else ""."""
     given = {name: os.environ[name] for name in NAMES if name in os.environ}
-    is_first = "LOCAL_RANK" not in given and given.get("RANK", "0") == "0"
-    if is_launched() or (is_first and given.get("WORLD_SIZE", "1") == "1"):
+    place = {name: value for name, value in given.items() if name in PLACE}
+    if is_launched() or place.items() <= {"RANK": "0", "WORLD_SIZE": "1"}.items():
         return ""
     said = " ".join(f"{name}={value}" for name, value in given.items())
     return (

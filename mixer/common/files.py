@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, by one process at a time, and compared with their SHA-256."""
+"""Files: written atomically by one process at a time, and checked against their SHA-256."""
 
 import errno
 import fcntl
@@ -20,10 +20,10 @@ STAGE = ".partial-"  # the names of what is being written begin with this
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
-# In JSON, a list without objects, which may have lists without any in it.
+# In JSON, a list that holds no objects; its items may be such lists.
 LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
-LARGE = 2e9  # bytes whose SHA-256 takes noticeable time
-# What network file systems and FUSE answer where they cannot do what is asked for.
+LARGE = 2e9  # bytes; hashing them takes noticeable time
+# How network file systems and FUSE answer calls that they do not support.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
 
 
@@ -32,26 +32,22 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EP
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields where to write a file. It gets its name, `path`, when it is whole and on the disk.
+    """Yields a temporary path to write to, which becomes `path` once it is whole and on disk.
 
-    A reader finds the old file or the new one, also after a kill or on a full disk. Several
-    processes write it one after the other. Missing directories are made. A link stays, and the file
-    that it points to is written. Raises UserError where it cannot be written, and leaves all as it
-    was.
+    Readers find the old file or the new one, also after a kill or on a full disk. Processes that
+    write the same file take turns. Missing directories are created, and links are followed.
+    Raises UserError if it cannot be written, and leaves everything as it was.
     """
     path = Path(os.path.realpath(path))
     with _all_or_nothing(path, path) as stage:
         yield stage
-        _settle(stage)
-        os.replace(stage, path)
-        flush(path.parent)
+        publish(stage, path)
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """`whole_file` for several files: what is written into the directory that it yields appears in
-    `directory` when all of it is on the disk, with the directory itself if that is new. In one that
-    exists, files of the same names are replaced one by one, and others stay.
+    """`whole_file` for a directory: files written into the one that it yields appear in
+    `directory`. If that exists, files of the same names are replaced, and others stay.
     """
     # Inside a directory that exists, which may be a mounted disk.
     inside = directory / directory.resolve().name if directory.is_dir() else directory
@@ -61,18 +57,22 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         publish(stage, directory)
 
 
-def publish(stage: Path, directory: Path) -> None:
-    """Gives a directory its name when all of it is on the disk. Where there is a directory of that
-    name, its files are replaced.
+def publish(stage: Path, final: Path) -> None:
+    """Renames a file or a directory once all of it is on disk. In a directory that exists, files
+    are replaced one by one.
     """
-    _settle(*stage.rglob("*"), stage)
-    if not directory.is_dir():
-        os.rename(stage, directory)
-        flush(directory.parent)
-        return
-    for file in stage.iterdir():
-        os.replace(file, directory / file.name)
-    flush(directory)
+    for path in (*stage.rglob("*"), stage):
+        if path.suffix == ".safetensors":  # whose library lets only the owner read its files
+            otherwise = "other users may be unable to read the weights"
+            if_supported(otherwise, os.chmod, path, 0o666 & ~UMASK)
+        flush(path)
+    if stage.is_dir() and final.is_dir():
+        for file in stage.iterdir():
+            os.replace(file, final / file.name)
+        flush(final)
+    else:
+        os.replace(stage, final)
+        flush(final.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,15 +82,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, result: dict) -> None:
-    """`whole_file` for measured results, with lists of numbers on one line each."""
+    """`whole_file` for measured results, with each list of numbers on one line."""
     text = json.dumps(result, indent=1)
     write_text(path, LIST.sub(lambda found: re.sub(r"\n *", "", found[0]), text) + "\n")
 
 
 @contextmanager
 def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
-    """Yields where to write what gets the name `place`, while no other process does the same. If
-    the block fails, nothing of it stays; an error of the system becomes a UserError about `output`.
+    """Yields a temporary path beside `place`, under a lock. If the block fails, nothing of it
+    stays, and a system error becomes a UserError about `output`.
     """
     # The host is in the name because locks do not reach across machines on every file system.
     stage = place.with_name(f"{STAGE}{socket.gethostname()}-{place.name}")
@@ -99,10 +99,10 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
     try:
         with locked(lock, lambda: say_on_stderr(waiting)):
             try:
-                _remove(stage)  # what a killed process has left
+                remove(stage)  # left behind by a killed process
                 yield stage
             finally:
-                _remove(stage)
+                remove(stage)
     except Exception as error:
         system = as_system_error(error)
         if not isinstance(system, OSError):
@@ -114,31 +114,21 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
 
 
 def as_system_error(error: BaseException) -> BaseException:
-    """The system's error, where safetensors or tokenizers have wrapped it in kinds of their own."""
+    """The OSError that safetensors or tokenizers have wrapped in a type of their own."""
     foreign = type(error).__name__ == "SafetensorError" or type(error) is Exception
     is_wrapped = foreign and re.search(r"I/O error|os error", str(error))
     return OSError(str(error)) if is_wrapped else error
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
-def _settle(*paths: Path) -> None:
-    """Waits until files and the names in directories are on the disk."""
-    for path in paths:
-        if path.suffix == ".safetensors":  # whose library lets only the owner read its files
-            otherwise = "other users may be unable to read the weights"
-            if_supported(otherwise, os.chmod, path, 0o666 & ~UMASK)
-        flush(path)
+def remove(path: Path) -> None:
+    """Deletes a file or directory, or leaves it if it cannot be deleted."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's content, or the names in a directory, are on the disk."""
+    """Waits until a file's content, or the names in a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if_supported("a power failure may undo what was just written", os.fsync, descriptor)
@@ -147,8 +137,8 @@ def flush(path: Path) -> None:
 
 
 def if_supported(otherwise: str, ask: Callable, *arguments) -> bool:
-    """Asks the system for what a file system may lack. Where it does, says once what follows from
-    that, and returns False.
+    """Makes a system call that some file systems do not support. If this one does not, warns once
+    of the consequence, `otherwise`, and returns False.
     """
     try:
         ask(*arguments)
@@ -167,12 +157,11 @@ _warn = functools.cache(say_on_stderr)  # once
 
 
 @contextmanager
-def locked(file: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds an exclusive lock on a file. The file and its missing directories are made for this.
-    In the end the file is removed, and so are those directories if they are empty. The system drops
-    the lock when this process dies.
+def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds an exclusive lock on a file, which the system drops when this process dies. The file
+    and missing directories are created, and removed in the end, the directories if empty.
 
-    `waiting` is called if another process holds the lock, before this one waits for it.
+    `waiting` is called before this process waits for another one that holds the lock.
     """
     otherwise = "do not start the same command twice, as the two would not see each other"
     missing = [path for path in file.parents if not path.exists()]
@@ -185,7 +174,7 @@ def locked(file: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
                 except BlockingIOError:
                     waiting()
                     fcntl.flock(opened, fcntl.LOCK_EX)
-                if not _is_at(opened.fileno(), file):  # the one that held the lock removed it
+                if os.fstat(opened.fileno()).st_nlink == 0:  # whoever held the lock removed it
                     continue
                 try:
                     yield
@@ -198,17 +187,10 @@ def locked(file: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
                 directory.rmdir()
 
 
-def _is_at(descriptor: int, file: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except FileNotFoundError:
-        return False
-
-
 def run_locked(directory: Path) -> AbstractContextManager[None]:
-    """Makes a run's directory and holds its lock. A run that has written nothing leaves nothing.
+    """Creates a run's directory and holds its lock. A run that writes nothing leaves nothing.
 
-    Raises UserError if another process trains the run, such as one that has outlived its launcher.
+    Raises UserError if another process trains the run, such as one that outlived its launcher.
     """
 
     def refuse() -> None:
@@ -224,8 +206,8 @@ def run_locked(directory: Path) -> AbstractContextManager[None]:
 
 
 def check_new(output: Path) -> None:
-    """Raises UserError unless `output` is free for a new directory, or is an empty one, except for
-    what `whole_directory` writes there or a killed one has left.
+    """Raises UserError unless `output` is new or an empty directory. Temporary files of
+    `whole_directory` do not count.
     """
     names = os.listdir(output) if output.is_dir() else []
     filled = any(not name.startswith(STAGE) for name in names)
@@ -235,16 +217,16 @@ def check_new(output: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises UserError if results cannot be written to `directory`. Call it before hours of work;
-    it creates nothing.
+    """Raises UserError if results cannot be written to `directory`. It creates nothing: call it
+    before hours of work.
     """
     places = (directory.absolute(), *directory.absolute().parents)
     existing = next(path for path in places if os.path.lexists(path))
     problem = ""
     if not is_plain_text(str(directory)):  # some libraries cannot write there
-        problem = "its name is no UTF-8 text"
+        problem = "its name is not UTF-8 text"
     elif not existing.is_dir():
-        problem = f"{existing} is no directory"
+        problem = f"{existing} is not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} does not allow it"
     elif checkpoint := next((path for path in places if (path / "trainer_state").is_dir()), None):
@@ -256,11 +238,10 @@ def check_writable(directory: Path) -> None:
 
 def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "") -> Path:
     """The directory for results about a checkpoint, such as runs/demo/eval-step-600. It is beside
-    the checkpoint, whose own files training has listed and nothing may change.
+    the checkpoint, to which nothing may be added.
 
-    about: what else the results are of; what no name of a file can be is left out. asked: all that
-    was asked for, if it is not the default. Its hash is in the name, so that what was asked for in
-    another way has another directory.
+    about: the text that was evaluated, say; characters unfit for a file name are left out. asked:
+    all options that are not the default; their hash tells requests apart.
     """
     about = re.sub(r"[^\w.]+", "-", about)[:40].strip("-.")
     own = asked and hashlib.sha256(asked.encode(errors="replace")).hexdigest()[:6]
@@ -269,14 +250,11 @@ def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "")
 
 
 # ------------------------------------------------------------------------- SHA-256
-# A large file is read once on each machine: that it was found good is remembered in the cache
-# directory, for as long as its size and its times of change stay the same.
 
 
 def cache_home() -> Path:
-    """Where this package keeps what it can make again: $MIXER_CACHE, or ~/.cache/mixer.
-
-    Raises RuntimeError for a user without a home, as in some containers.
+    """The package's cache: $MIXER_CACHE, or ~/.cache/mixer. Raises RuntimeError for a user without
+    a home, as in some containers.
     """
     if named := os.environ.get("MIXER_CACHE"):
         return Path(named)
@@ -290,29 +268,27 @@ def sha256(path: Path) -> str:
 
 
 def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
-    """Whether the file's SHA-256 is `recorded`. A file that was found good before is not read,
-    where the cache directory can be used. `say` is told of a file that takes long.
-
-    Raises OSError where the file cannot be read.
+    """Whether the file's SHA-256 is `recorded`. A file that was found good is not read again on
+    this machine until it changes. `say` announces a large file. Raises OSError if the file cannot
+    be read.
     """
-    with suppress(OSError, RuntimeError):
-        if note_of(path, recorded).exists():
-            return True
-    if (size := os.path.getsize(path)) > LARGE:
-        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
-    if sha256(path) != recorded:
-        return False
-    with suppress(OSError, RuntimeError):
+    note, size = None, path.stat().st_size
+    with suppress(OSError, RuntimeError):  # if there is no cache
         note = note_of(path, recorded)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    return True
+        if note.exists():
+            return True
+    if size > LARGE:
+        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
+    is_good = sha256(path) == recorded
+    with suppress(OSError):
+        if is_good and note:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.touch()
+    return is_good
 
 
 def note_of(path: Path, recorded: str) -> Path:
-    """The file that says, by being there, that `path` as it is now was found good. Its name stands
-    for all that changes when the file does.
-    """
+    """The file in the cache whose existence says that `path`, as it is now, was found good."""
     path = path.resolve()
     status = path.stat()
     known = (path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, recorded)

@@ -1,11 +1,8 @@
-"""The device: its throughput, memory and precisions, errors for want of memory, and what a
-measurement was made with.
-"""
+"""The device: its throughput, memory and precisions, and what a measurement was made with."""
 
 import errno
 import math
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.utils import collect_env
 
 from mixer.common.errors import UserError
 
@@ -86,10 +84,7 @@ def lacks_bf16(device: torch.device) -> str:
 def check_precision(device: torch.device, precision: str) -> None:
     """Raises UserError for a mixed precision that the device does not have."""
     if precision == "fp16" and device.type == "cpu":
-        raise UserError(
-            "train.mixed_precision = 'fp16' on a CPU; allowed there: no, bf16; set "
-            "train.mixed_precision=no"
-        )
+        raise UserError("train.mixed_precision = 'fp16' on a CPU; set train.mixed_precision=no")
     if precision == "bf16" and (name := lacks_bf16(device)):
         raise UserError(
             f"train.mixed_precision = 'bf16', but {name} has no bf16 arithmetic (it begins with "
@@ -103,10 +98,9 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAIL
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU or the host had too little memory."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
     said = isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
-    return said or isinstance(error, MemoryError)
+    lacks = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return said or lacks or isinstance(error, MemoryError)
 
 
 def out_of_memory(device: torch.device, what: str, sizes: str, remedy: str) -> UserError:
@@ -114,13 +108,10 @@ def out_of_memory(device: torch.device, what: str, sizes: str, remedy: str) -> U
 
     what: was being done; sizes: what decides how much memory that takes; remedy: what to lower.
     """
-    place = "the host's memory"
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory / 2**30
-        place = f"{device} ({torch.cuda.get_device_name(device)}, {total:.1f} GiB)"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the host's memory"
     return UserError(
-        f"out of memory on {place} while {what}: the peak was {peak_memory_gb(device):.2f} GiB. "
-        f"Sizes: {sizes}. {remedy}"
+        f"out of memory on {device} ({name}, {memory_limit(device) / 2**30:.1f} GiB) while {what}: "
+        f"the peak was {peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
     )
 
 
@@ -137,7 +128,6 @@ def memory_for(device: torch.device, what: str, sizes: str, remedy: str) -> Iter
 
 # The root of the checkout, or the directory that the package is installed into.
 ROOT = Path(__file__).resolve().parents[2]
-UNKNOWN = "unknown"
 
 
 def hardware(device: str = "cuda") -> dict:
@@ -147,10 +137,9 @@ def hardware(device: str = "cuda") -> dict:
     """
     if device == "cpu" or not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
-    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": _printed_by(*driver),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) or "unknown",
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
     }
@@ -159,15 +148,5 @@ def hardware(device: str = "cuda") -> dict:
 def commit() -> str:
     """The hash of the checkout's commit, or "unknown" if this code is not in its own checkout."""
     is_ours = (ROOT / ".git").exists()  # not one that the package is installed inside of
-    return _printed_by("git", "rev-parse", "HEAD") if is_ours else UNKNOWN
-
-
-def _printed_by(*command: str) -> str:
-    """The first line that a program prints, or "unknown" if it fails or is not installed: a missing
-    tool must not lose a measurement.
-    """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return UNKNOWN
-    return done.stdout.partition("\n")[0]
+    _, found, _ = collect_env.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
+    return (is_ours and found) or "unknown"

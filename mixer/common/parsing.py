@@ -1,6 +1,4 @@
-"""Reads YAML as people mean it, and JSON; names the file, the key and the problem where one is
-wrong.
-"""
+"""Reads YAML as people mean it, and JSON. Errors name the file, the key and the problem."""
 
 import json
 import re
@@ -12,8 +10,7 @@ import yaml
 
 from mixer.common.errors import UserError, first_line
 
-# The type that a value must have, or several of them: dict, list, str, int, float, bool, NoneType.
-Kind = type | tuple[type, ...]
+Kind = type | tuple[type, ...]  # of a value in JSON: dict, list, str, int, float, bool, NoneType
 NONE = type(None)
 
 
@@ -22,13 +19,12 @@ def read_json(
 ) -> dict[str, Any]:
     """The object that a JSON file holds.
 
-    required: the types of its keys' values; other keys are not checked. A bool is no int. Raises
-    UserError that ends in `remedy`, which says what to do.
+    required: keys with the types of their values; a bool is not an int. Raises UserError that ends
+    in `remedy`, which says what to do.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        _require_plain_text(values)
-        problem = object_problem(values, required or {})
+        problem = _object_problem(values, required or {})
     except OSError as error:
         raise UserError(f"{file} cannot be read ({first_line(error)}): {remedy}") from None
     except (ValueError, RecursionError) as error:
@@ -38,40 +34,35 @@ def read_json(
     return values
 
 
-def object_problem(values: Any, required: Mapping[str, Kind]) -> str | None:
-    """What is wrong with an object from a JSON file, see `read_json`; None if nothing is."""
+def _object_problem(values: Any, required: Mapping[str, Kind]) -> str:
+    """The problem with a file's content; "" if there is none. Raises ValueError for a lone
+    surrogate, which no file or file name can hold.
+    """
+    text = json.dumps(values, ensure_ascii=False)
+    text.encode()
+    if "\\u0000" in text:
+        return "it holds a null character"
     if not isinstance(values, dict):
         return f"it holds {type(values).__name__}, allowed: an object with keys"
-    if missing := [key for key in required if key not in values]:
-        return f"{', '.join(missing)} missing"
     for key, kind in required.items():
         kinds = kind if isinstance(kind, tuple) else (kind,)
+        if key not in values:
+            return f"{key} missing"
         if type(values[key]) not in kinds:
             allowed = " or ".join("null" if kind is NONE else kind.__name__ for kind in kinds)
             return f"{key} = {repr(values[key])[:60]}, allowed: {allowed}"
-    return None
+    return ""
 
 
-def _require_plain_text(values: Any) -> None:
-    """Raises ValueError for text that no file or file name can hold."""
-    text = json.dumps(values, ensure_ascii=False)
-    if "\\u0000" in text:
-        raise ValueError("it holds a null character")
-    text.encode()  # raises for a lone surrogate
-
-
-# The core schema of YAML 1.2: tag -> (what text of that kind is, the characters it begins with).
-# PyYAML follows YAML 1.1, where 5e-4 is text, `no` is false, 010 is 8 and 1:30 is 90.
+# The scalars of YAML 1.2's core schema, by tag. PyYAML follows YAML 1.1, where 5e-4 is text, `no`
+# is false, 010 is 8 and 1:30 is 90.
 CORE = {
-    "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    "int": (r"[-+]?(0|[1-9][\d_]*)", "-+0123456789"),
-    "float": (
-        r"[-+]?(\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    "merge": ("<<", "<"),
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][\d_]*)",
+    "float": r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))"
+    r"|\.(nan|NaN|NAN)",
+    "merge": "<<",
 }
 
 
@@ -95,17 +86,16 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes text that a reader of YAML 1.1 or 1.2 would take for something else."""
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
 
-for tag, (pattern, first) in CORE.items():
-    whole = re.compile(f"^({pattern})$")
+for tag, pattern in CORE.items():
     for kind in (Loader, Dumper):
-        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list(first))
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None)
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text stands for. Raises yaml.YAMLError for every text that has none."""
+    """The value of a YAML text. Raises yaml.YAMLError for every text that has none."""
     try:
         return yaml.load(text, Loader=Loader)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -119,9 +109,8 @@ def as_yaml(value: Any) -> str:
 
 
 def read_yaml(path: str | Path) -> dict:
-    """The sections of a configuration file and their keys.
-
-    Raises UserError for a file that is missing, not YAML, or not a mapping.
+    """The sections of a configuration file. Raises UserError for a file that is missing, not YAML,
+    or not a mapping.
     """
     try:
         given = parse_yaml(Path(path).read_text(encoding="utf-8"))

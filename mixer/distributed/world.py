@@ -19,23 +19,20 @@ from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
 ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# A launcher passes a signal on to processes that may have received it themselves. Within this time
-# it counts as the same signal.
+# A launcher may pass on a signal that its processes have received themselves. Within this time it
+# counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
-# How long a process that fails waits to hear whether another one failed first.
-QUIET_SECONDS = 1.0
 
 
 class World:
-    """What every part of a run is given beside its configuration.
+    """The processes of a run, as seen by one of them.
 
     Attributes:
         accelerator: accelerate's engine, which wraps the model in DDP or FSDP.
         device: where this process computes.
-        rank, size: which of how many processes this is. Rank 0 is the main process: it alone
-            prints, and writes what belongs to the whole run.
+        rank, size: which of how many processes this is. Rank 0 is the main process, which alone
+            prints, and writes the run's files.
         is_sharded: whether FSDP shards the model.
     """
 
@@ -66,7 +63,7 @@ class World:
         return values
 
     def of_main(self, value: Any) -> Any:
-        """The value of the main process; every process gets it."""
+        """The value of the main process, on every process."""
         return self.gather(value)[0]
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -74,8 +71,8 @@ class World:
         return self.accelerator.reduce(tensor, "sum")
 
     def require_shared(self, what: str, seen: Any) -> None:
-        """Raises UserError unless all processes see the same content in a directory that all hosts
-        must share. `seen` identifies the content, `what` names the directory.
+        """Raises UserError unless all hosts share a directory. `seen` identifies the content that
+        this process sees there, `what` names the directory.
         """
         every = self.gather(seen)
         other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
@@ -91,31 +88,29 @@ class World:
 
 
 def follow_launcher() -> None:
-    """Makes this process end as if by SIGTERM when its launcher ends: accelerate passes no signal
-    on. Raises UserError for a launch that cannot be followed.
+    """Has this process receive SIGTERM when its launcher ends, because accelerate passes no signal
+    on. Raises UserError for a launch that cannot train.
     """
-    launched, by_accelerate = is_launched(), ACCELERATE in os.environ
-    if problem := oddity() or _problem_of_accelerate(launched, by_accelerate):
+    if problem := oddity() or _problem_of_accelerate():
         raise UserError(problem)
-    if by_accelerate or (launched and TORCHRUN in os.environ):
+    if ACCELERATE in os.environ or (is_launched() and TORCHRUN in os.environ):
         launcher = os.getppid()
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != launcher:  # it has ended meanwhile
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != launcher:  # it has already ended
             signal.raise_signal(signal.SIGTERM)
 
 
-def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
-    """What accelerate was asked for, by its variables, and cannot do here; "" if it can."""
+def _problem_of_accelerate() -> str:
+    """What accelerate's variables ask for and this trainer cannot do; "" if it can."""
     on = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
     engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
     refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
     if "ACCELERATE_USE_FSDP" in on:
         version = os.environ.get("FSDP_VERSION", "1")
-        if version != "2":
-            refused.append(f"fsdp_version: {version}")
-        if "FSDP_OFFLOAD_PARAMS" in on:  # the optimizer's steps could not be skipped there
-            refused.append("fsdp_offload_params: true")
+        refused += [f"fsdp_version: {version}"] if version != "2" else []
+        # The optimizer's steps could not be skipped there.
+        refused += ["fsdp_offload_params: true"] if "FSDP_OFFLOAD_PARAMS" in on else []
     if refused:
         return (
             f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
@@ -125,11 +120,10 @@ def _problem_of_accelerate(launched: bool, by_accelerate: bool) -> str:
     # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
     # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
     several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
-    if by_accelerate and several and not launched:
+    if ACCELERATE in os.environ and several and not is_launched():
         return (
             "accelerate launch was asked for several processes, and has started one; allowed: "
-            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ... (on several "
-            "machines also --nnodes, --node_rank, --master_addr and --master_port)"
+            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ..."
         )
     return ""
 
@@ -168,16 +162,14 @@ class Stop:
     then `agreed`, which returns the answer. The step is computed in between, so asking costs no
     time.
 
-    The first signal is remembered. The same signal again ends the process at once; a different one
-    does not, because a launcher that ends at Ctrl-C also sends SIGTERM. SIGHUP does nothing under
-    nohup.
+    The same signal again ends the process at once; a different one does not, because a launcher
+    that ends at Ctrl-C also sends SIGTERM. SIGHUP does nothing under nohup.
     """
 
     def __init__(self, world: World):
-        self.group, self.number, self.since = world.group, 0, 0.0
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        numbers = [number for number in SIGNALS if not (ignored and number is signal.SIGHUP)]
-        self.before = {number: signal.signal(number, self._note) for number in numbers}
+        self.group, self.number, self.since = world.group, 0, 0.0  # the first signal, and its time
+        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._note) for number in heard}
 
     def ask(self) -> None:
         if self.group is not None:
@@ -218,9 +210,8 @@ def leave_with_error(error: BaseException) -> None:
         said = f"process {rank} failed:\n{''.join(trace)}"
     else:
         said = f"process {rank} ends, as another process failed first\n"
-    print(said, end="", file=sys.stderr)
     sys.stdout.flush()
-    sys.stderr.flush()
+    print(said, end="", file=sys.stderr, flush=True)
     # Not sys.exit: the destructors of broken connections could wait for ever.
     os._exit(2 if is_user_error else 1)
 
@@ -229,5 +220,5 @@ def _is_first_to_fail() -> bool:
     try:
         return dist.distributed_c10d._get_default_store().add("mixer/failed", 1) == 1
     except Exception:  # the process that holds the store has ended, so it failed first
-        time.sleep(QUIET_SECONDS)
+        time.sleep(1)  # so that the launcher sees it end first
         return False

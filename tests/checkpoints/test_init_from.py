@@ -1,13 +1,13 @@
 """train.init_from: a new run starts from the weights of a checkpoint or of an exported model."""
 
 import json
+import re
 import shutil
 
 import pytest
-from runs import read_lines
+from runs import read_lines, refusal
 from safetensors.torch import load_file
 
-from mixer.common.errors import UserError
 from mixer.export import export
 from mixer.training.config import load_config
 from mixer.training.loop import train
@@ -60,7 +60,7 @@ REFUSED = {
     "width": (None, ["model.hidden_size=64"], "hidden_size is 32 in the checkpoint, now 64"),
     "llama": (None, ["model.architecture=llama"], "model_type is 'masked_mixer' .* now 'llama'"),
     "tokenizer": (swap_merges, [], "has another tokenizer than the data; set data.tokenizer = "),
-    "absent": (shutil.rmtree, [], "is not a directory: give one such as"),
+    "absent": (shutil.rmtree, [], "is not a directory"),
 }
 
 
@@ -72,8 +72,6 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(
     shutil.rmtree(source / "trainer_state")
     if change:
         change(source)
-    how = [f"train.init_from={source}", "name=tuned", *overrides]
-    with pytest.raises(UserError, match=f"^train.init_from: checkpoint .*{problem}") as error:
-        train(load_config(str(write_config()), how))
-    assert "\n" not in str(error.value)
+    said = refusal(write_config(), f"train.init_from={source}", "name=tuned", *overrides)
+    assert re.match(f"train.init_from: checkpoint .*{problem}", said)
     assert not (tmp_path / "runs/tuned").exists()

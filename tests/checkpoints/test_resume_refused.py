@@ -6,77 +6,65 @@ import shutil
 
 import pytest
 import yaml
-from runs import RECIPE, read_lines, state_files
+from runs import RECIPE, read_lines, refusal, state_files
 
-from mixer.common.errors import UserError
 from mixer.export import export
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
 
 def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, finished):
-    with pytest.raises(
-        UserError,
-        match=r"final_norm is False in .*; hidden_size is 32 in the checkpoint, now 64; .*set",
-    ):
-        train(load_config(str(write_config()), ["model.hidden_size=64", "model.final_norm=true"]))
+    said = refusal(write_config(), "model.hidden_size=64", "model.final_norm=true")
+    assert "final_norm is False in the checkpoint, now True; " in said
+    assert "hidden_size is 32 in the checkpoint, now 64; " in said and "; set" in said
 
 
 def test_changed_data_is_refused_naming_what_differs(write_config, finished, tmp_path):
-    other = [f"data.directory={tmp_path / 'other'}", "data.max_documents=20", "seed=5"]
-    with pytest.raises(
-        UserError,
-        match=r"other data or in another"
-        r".*data.max_documents is 30 in the checkpoint, now 20.*seed is 0 in the checkpoint, now 5"
-        r".*tokenizer is SHA-256",
-    ) as error:
-        train(load_config(str(write_config()), other))
-    assert "train.bin is SHA-256" in str(error.value)
-    assert f"train.init_from={finished / 'step-12'}" in str(error.value)
+    other = f"data.directory={tmp_path / 'other'}", "data.max_documents=20", "seed=5"
+    said = refusal(write_config(), *other)
+    assert "other data or in another order" in said
+    assert "data.max_documents is 30 in the checkpoint, now 20" in said
+    assert "seed is 0 in the checkpoint, now 5" in said
+    assert "tokenizer is SHA-256" in said and "train.bin is SHA-256" in said
+    assert f"train.init_from={finished / 'step-12'}" in said
 
 
 def test_going_back_below_newer_checkpoints_is_refused(write_config, finished):
-    config = str(write_config())
-    with pytest.raises(
-        UserError, match="the run has newer ones.*step-12.*delete these, or choose another name"
-    ):
-        train(load_config(config, [f"checkpoint.resume={finished / 'step-8'}"]))
+    said = refusal(write_config(), f"checkpoint.resume={finished / 'step-8'}")
+    assert "the run has newer ones" in said and "step-12; delete these, or choose" in said
 
 
 def test_a_refused_resume_leaves_no_run_directory(write_config, tmp_path):
-    config, nothing = str(write_config()), tmp_path / "no/checkpoint"
-    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
-        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    nothing = f"checkpoint.resume={tmp_path / 'no/checkpoint'}"
+    assert "no/checkpoint: there is no such directory" in refusal(write_config(), nothing)
     assert not (tmp_path / "runs").exists()
     (tmp_path / "runs/small").mkdir(parents=True)  # of the user's own
-    with pytest.raises(UserError, match="checkpoint .* cannot be used"):
-        train(load_config(config, [f"checkpoint.resume={nothing}"]))
+    assert "no/checkpoint: there is no such directory" in refusal(write_config(), nothing)
     assert (tmp_path / "runs/small").is_dir()
 
 
 def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, launch, tmp_path):
     config = write_config(train={"steps": 100_000, "batch_size": 8, "eval_every": 0})
     launch("--config", config).until((tmp_path / "runs/small/metrics.jsonl").exists)
-    with pytest.raises(UserError, match="is being trained by another process"):
-        train(load_config(str(config), []))
+    assert "is being trained by another process" in refusal(config)
 
 
 @pytest.mark.parametrize(
     ("written_with", "resumed_with", "named"),
     [
-        ([], ["optim.name=muon"], r"optim.name = muon \(was adamw\)"),
-        (RECIPE, ["optim.shared_lags=false"], r"optim.shared_lags = False \(was True\)"),
+        ([], "optim.name=muon", "optim.name = muon (was adamw)"),
+        (RECIPE, "optim.shared_lags=false", "optim.shared_lags = False (was True)"),
     ],
 )
 def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     write_config, tmp_path, written_with, resumed_with, named
 ):
-    config = str(write_config())
+    config = write_config()
     short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
-    train(load_config(config, [*written_with, *short]))
+    train(load_config(str(config), [*written_with, *short]))
     before = state_files(tmp_path / "runs")
-    with pytest.raises(UserError, match=f"state of another optimizer: .*{named}.*; set that"):
-        train(load_config(config, [*written_with, *resumed_with]))
+    said = refusal(config, *written_with, resumed_with)
+    assert "state of another optimizer: " in said and named in said
     assert state_files(tmp_path / "runs") == before
 
 
@@ -84,11 +72,10 @@ def test_other_settings_for_a_finished_run_are_named_refused_and_recorded_nowher
     write_config, finished
 ):
     before = state_files(finished)
-    for changes in (["optim.lr=0.5", "train.batch_size=3"], ["train.eval_samples=8"]):
-        with pytest.raises(UserError, match="has 12 steps, which were trained with other") as error:
-            train(load_config(str(write_config()), [*changes, "train.steps=11"]))
-        named = {"optim.lr=0.5": "optim.lr = 0.5 (was 0.002)"}.get(changes[0], "eval_samples = 8")
-        assert named in str(error.value) and "choose another name" in str(error.value)
+    for change, named in (("optim.lr=0.5", "optim.lr = 0.5"), ("train.batch_size=3", "size = 3")):
+        said = refusal(write_config(), change, "train.steps=11")
+        assert "has 12 steps, which were trained with other" in said
+        assert f"{named} (was " in said and "choose another name" in said
         assert state_files(finished) == before
 
 
@@ -124,12 +111,10 @@ def test_a_rate_that_jumps_where_a_run_is_made_longer_is_said_with_what_avoids_i
     longer = ("--config", config, "train.steps=100", "train.eval_every=0", "checkpoint.keep=9")
     ranks = launch(*longer, "checkpoint.save_every=13")
     ranks.until((tmp_path / "runs/small/step-13").exists).kill()
-    last, now = (
-        {line["step"]: line for line in read_lines(tmp_path / "runs/small") if "lr" in line}[step][
-            "lr"
-        ]
-        for step in (12, 13)
-    )
+    rates = {
+        line["step"]: line["lr"] for line in read_lines(tmp_path / "runs/small") if "lr" in line
+    }
+    last, now = rates[12], rates[13]
     assert f"the learning rate jumps from {last:.3g} to {now:.3g}" in ranks.output
     advice = ranks.output.partition("To go on at the old rate set ")[2].partition(";")[0].split()
     output = launch("--config", config, "train.steps=14", "name=copy", *advice).succeed()

@@ -15,35 +15,29 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mixer.checkpoints.reference_format import from_reference, to_reference
 from mixer.common.errors import UserError
-from mixer.convert import convert, convert_back, convert_mixing, main
+from mixer.convert import convert, convert_back, main
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
-from mixer.models.masked_mixer.convolution import TriangularConv
 
 
 @pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
-@pytest.mark.parametrize(("taps", "prefix"), [(1, ""), (3, "model."), (4, "module.model.")])
-def test_logits_are_the_references_both_ways(kind, taps, prefix):
+@pytest.mark.parametrize(
+    ("taps", "biases", "prefix"),
+    [(1, True, ""), (3, True, "model."), (4, True, "module.model."), (1, False, "")]
+    + [(3, False, ""), (None, True, ""), (None, False, "")],
+)
+def test_logits_are_the_references_both_ways(kind, taps, biases, prefix):
     reference, ids = LanguageMixer(kind, taps, width=40), tokens()
-    model = from_reference({prefix + key: tensor for key, tensor in reference.state_dict().items()})
-    expected = reference(ids)
-    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
-    back = to_reference(model)
-    other = LanguageMixer("mixerhead" if kind == "conv" else kind, taps, width=40)
-    nn.init.zeros_(other.wte.weight)
-    other.load_state_dict(back)  # strict: all keys and shapes
-    torch.testing.assert_close(other(ids), expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
-@pytest.mark.parametrize(("taps", "biases"), [(1, False), (3, False), (None, True), (None, False)])
-def test_linear_layers_and_missing_biases_convert_to_the_same_logits(kind, taps, biases):
-    reference, ids = LanguageMixer(kind, taps), tokens()
     for name, layer in reference.mixerblocks.named_modules():
         if not biases and re.search(r"\.conv(s\.\d)?(\.[02])?$", name) and hasattr(layer, "bias"):
             layer.bias = None
-    model = from_reference(reference.state_dict())
-    torch.testing.assert_close(model(ids).logits, reference(ids), rtol=0, atol=1e-5)
+    model = from_reference({prefix + key: tensor for key, tensor in reference.state_dict().items()})
+    expected = reference(ids)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+    other = LanguageMixer("mixerhead" if kind == "conv" else kind, taps or 1, width=40)
+    nn.init.zeros_(other.wte.weight)
+    other.load_state_dict(to_reference(model))  # strict: all keys and shapes
+    torch.testing.assert_close(other(ids), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kept", ["wte", "lm_head"])
@@ -62,33 +56,6 @@ def test_a_tied_weight_that_was_saved_once_is_found(tmp_path, kept):
     torch.testing.assert_close(model(tokens()).logits, reference(tokens()), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lags", "keyed-lags", "keyed-parts"])
-def test_a_model_by_lag_becomes_full_and_lags_again_without_a_change(kind, tmp_path, capsys):
-    model = lively_model(**MIXINGS[kind])
-    for conv in model.modules():
-        if isinstance(conv, TriangularConv):
-            conv.lags.data.normal_()
-    model.save_pretrained(tmp_path / "lags")
-    convert_mixing(tmp_path / "lags", tmp_path / "full", "full")
-    convert_mixing(tmp_path / "full", tmp_path / "again", "lags")
-    assert capsys.readouterr().out.count("in the mean, at most 0.00%") == 2
-    ids = tokens()
-    for name in ("full", "again"):
-        found = AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert found.config.mixing_weight == ("full" if name == "full" else "lags")
-        torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsys):
-    small_model().save_pretrained(tmp_path / "full")
-    arguments = [tmp_path / "full", "--output", tmp_path / "lags", "--mixing-weight", "lags"]
-    monkeypatch.setattr("sys.argv", ["convert", *map(str, arguments)])
-    main()
-    # Of random numbers in a triangle of 12 rows the 12 means keep 12 parts of 78.
-    far = float(re.search(r"changed by ([\d.]+)% of their norm", capsys.readouterr().out)[1])
-    assert far == pytest.approx(100 * (66 / 78) ** 0.5, abs=6)
-
-
 def test_what_a_file_does_not_say_is_said(tmp_path, capsys):
     source = tmp_path / "model.safetensors"
     save_file(LanguageMixer().state_dict(), source)
@@ -97,7 +64,7 @@ def test_what_a_file_does_not_say_is_said(tmp_path, capsys):
     weights = LanguageMixer().state_dict()
     weights["mixerblocks.1.conv.bias"][3] = float("nan")
     save_file(weights, source)
-    with pytest.raises(UserError, match="not finite .* in model.layers.1.mixing.conv.bias"):
+    with pytest.raises(UserError, match="not finite in model.layers.1.mixing.conv.bias"):
         convert(source, tmp_path / "nan", None)
 
 
@@ -133,11 +100,11 @@ def with_tensor(name: str, *shape: int):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"unknown: .*1.convr.weight \(12,"),
-        (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "unknown: mixerblocks.9999"),
+        (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"r.weight .*, expected none"),
+        (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "9999.* expected none"),
         (with_tensor("lm_head.weight", 49, 16), r"shape \(49, 16\), expected \(50, 16\)"),
         (with_tensor("mixerblocks.0.conv.weight", 24, 12, 1), r"expected \(12, 12, 1\)"),
-        (lambda s: s.pop("mixerblocks.1.conv.bias"), r"missing: mixerblocks.1.conv.bias \(12,\)"),
+        (lambda s: s.pop("mixerblocks.1.conv.bias"), r"1.conv.bias has shape none, expected \(12,"),
         (lambda s: s.pop("mixerblocks.0.conv.weight"), "do not tell the sizes .*0.conv.weight"),
         (lambda s: s.pop("wte.weight"), "not the weights of a LanguageMixer: 0 keys are wte.weig"),
     ],
@@ -187,16 +154,6 @@ def test_recurrent_mixers_that_do_not_convert_are_refused(tmp_path):
     small_model(mixing_weight="rows").save_pretrained(tmp_path / "gelu")
     with pytest.raises(UserError, match="does not have mlp_first = False, hidden_act = gelu;"):
         convert_back(tmp_path / "gelu", tmp_path / "back.safetensors")
-
-
-@pytest.mark.parametrize("kind", ["rows", "columns", "rows-and-columns"])
-def test_a_recurrent_weight_becomes_a_full_one_without_a_change(kind, tmp_path, capsys):
-    model, ids = lively_model(**MIXINGS[kind]), tokens()
-    model.save_pretrained(tmp_path / "recurrent")
-    convert_mixing(tmp_path / "recurrent", tmp_path / "full", "full")
-    assert "in the mean, at most 0.00%" in capsys.readouterr().out
-    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
-    torch.testing.assert_close(full(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_transformer_does_not_go_back(tmp_path):

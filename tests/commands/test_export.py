@@ -1,6 +1,4 @@
-"""A checkpoint is exported with its model card; one that is damaged or not finite is refused by
-every command that loads it.
-"""
+"""A checkpoint is exported with its model card; weights that are not finite are refused."""
 
 import os
 import shutil
@@ -17,13 +15,10 @@ from transformers import (
     pipeline,
 )
 
-from mixer.checkpoints.pretrained import load_masked_mixer
 from mixer.common.errors import UserError
 from mixer.convert import convert, convert_back
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.export import export
 from mixer.export import main as export_command
-from mixer.generate import continuations
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 
 
@@ -73,31 +68,6 @@ def test_an_export_into_the_directory_one_stands_in_has_its_name(finished, tmp_p
     assert "# my-mixer\n" in Path("README.md").read_text()
 
 
-def test_a_changed_byte_of_a_checkpoint_is_refused(finished, tmp_path, monkeypatch):
-    monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "cache"))
-    checkpoint = finished / "step-12"
-    uses = (
-        lambda: evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu")),
-        lambda: continuations(str(checkpoint), ["def"], 2, 0.0, 0),
-        lambda: load_masked_mixer(checkpoint),
-        lambda: export(checkpoint, tmp_path / "exported", "mit"),
-    )
-    load_masked_mixer(checkpoint)  # so that its files are known to be good
-    for name in ("model.safetensors", "config.json"):
-        content = (checkpoint / name).read_bytes()
-        changed = content[:-1] + bytes([content[-1] ^ 8])
-        if name == "config.json":  # which stays JSON
-            changed = content.replace(b'"hidden_size": 32', b'"hidden_size": 64')
-        (checkpoint / name).write_bytes(changed)
-        for use in uses:
-            with pytest.raises(UserError, match=f"is damaged: {name} is not what .*: copy it"):
-                use()
-        (checkpoint / name).write_bytes(content)
-    assert not (tmp_path / "exported").exists()
-    (checkpoint / "trainer_state" / "optimizer-1-of-1.safetensors").unlink()  # nobody loads it
-    load_masked_mixer(checkpoint)
-
-
 def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
     checkpoint = shutil.copytree(finished / "step-12", tmp_path / "changed")
     shutil.rmtree(checkpoint / "trainer_state")  # with what its files were
@@ -109,9 +79,9 @@ def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
         export(checkpoint, tmp_path / dtype, "mit", dtype)
 
     for value in (float("nan"), float("-inf")):
-        with pytest.raises(UserError, match="not finite .* in lm_head.weight: its training div"):
+        with pytest.raises(UserError, match="not finite in lm_head.weight.*: its training div"):
             export_with(value, "fp32")
-    with pytest.raises(UserError, match="in lm_head.weight: fp16 does not reach that far: give"):
+    with pytest.raises(UserError, match="in lm_head.weight.*: fp16 does not reach that far: give"):
         export_with(1e6, "fp16")
     assert not (tmp_path / "fp32").exists() and not (tmp_path / "fp16").exists()
     export_with(1e6, "fp32")

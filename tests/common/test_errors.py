@@ -54,13 +54,6 @@ def test_a_command_whose_output_is_closed_works(monkeypatch):
     run_command(lambda: print("words"))
 
 
-def test_an_error_is_shown_where_the_environment_has_a_rank_of_no_launcher(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "16")
-    with pytest.raises(SystemExit):
-        run_command(refuse)
-    assert "No space left" in capsys.readouterr().err
-
-
 WAITS = "import mixer.common.errors as e, time; e.run_command(lambda: time.sleep(print(1) or 60))"
 
 

@@ -28,13 +28,13 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
 def test_a_link_that_leads_nowhere_is_refused_before_any_work(tmp_path, target):
     (tmp_path / "output").symlink_to(target)
     for place in ("output", "output/new"):
-        with pytest.raises(UserError, match="output is no directory; choose another"):
+        with pytest.raises(UserError, match="output is not a directory; choose another"):
             check_new(tmp_path / place)
 
 
 def test_a_folder_whose_name_is_no_text_is_refused_before_any_work(tmp_path):
     """tokenizers cannot write there, and would say so after the model is written."""
-    with pytest.raises(UserError, match=r"\\udc80.*no UTF-8 text; choose another --output"):
+    with pytest.raises(UserError, match=r"\\udc80.*not UTF-8 text; choose another --output"):
         check_writable(tmp_path / Path(os.fsdecode(b"out\x80")) / "model")
 
 

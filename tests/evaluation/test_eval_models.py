@@ -114,10 +114,10 @@ def test_a_sharded_checkpoint_is_the_same_and_each_broken_shard_is_named(root, t
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
-    with pytest.raises(UserError, match=f"{shard.name} is damaged or cut short .*copy the ch"):
+    with pytest.raises(UserError, match=f"{shard.name} damaged or cut short .*copy the ch"):
         evaluate(tmp_path, text=text)
     shard.unlink()
-    with pytest.raises(UserError, match=f"incomplete, it lacks {shard.name}: give a complete"):
+    with pytest.raises(UserError, match=f"lacks {shard.name} .*copy the"):
         evaluate(tmp_path, text=text)
 
 

@@ -6,6 +6,10 @@ import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
+from mixer.common.errors import UserError
+
 ROOT = Path(__file__).parents[2]
 # Environment of a launch that shards the model's weights.
 FSDP = {
@@ -77,6 +81,16 @@ def killed_after(run: Path, step: int, name: str) -> Path:
             shutil.rmtree(checkpoint)
     (copy / "best").unlink(missing_ok=True)
     return copy
+
+
+def refusal(config: Path, *overrides: str) -> str:
+    """The line with which a run is refused."""
+    from mixer.training.config import load_config
+    from mixer.training.loop import train
+
+    with pytest.raises(UserError, match="^.*$") as error:
+        train(load_config(str(config), [*overrides]))
+    return str(error.value)
 
 
 @contextmanager
