@@ -38,10 +38,10 @@ class SampleOrder:
     also with another number of devices or another batch size.
 
     A place is permuted by a Feistel network: its two halves of bits are mixed in turn, each by a
-    keyed hash of the other, which is a bijection of the 2^(2k) numbers that two halves of k bits
-    hold, whatever the hash. Of these, those beyond the samples (less than 3 in 4) are permuted
-    again until they fall among the samples ("cycle walking"), which keeps it a bijection. All of it
-    is arithmetic on 64-bit integers: the order is the same with every version of numpy.
+    keyed hash of the other, which is a bijection of all numbers of so many bits, whatever the hash.
+    Numbers beyond the samples are permuted again until they fall among them ("cycle walking"),
+    which keeps it a bijection. All of it is arithmetic on 64-bit integers: the order is the same
+    with every version of numpy.
     """
 
     def __init__(self, samples: int, seed: int):

@@ -116,9 +116,17 @@ def open_task(
 ) -> tuple[Manifest, list[TaskSamples], PreTrainedTokenizerFast]:
     """A task in the place of prepared data: what its manifest would say, both splits, and the
     tokenizer. Raises UserError for settings that do not go together.
+
+    The documents of the manifest are the samples, and its tokens are the answers. Its hashes are
+    those of the first samples, and tell whether a later version makes the same ones.
     """
     check(config)
-    splits = {name: TaskSamples(config, name, context) for name in SAMPLES}
+    splits, recorded = [TaskSamples(config, split, context) for split in SAMPLES], {}
+    for split, samples in zip(SAMPLES, splits, strict=True):
+        first = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
+        answers = len(samples) * int(samples.answers.sum())
+        counts = SplitManifest(len(samples), 0, 0, answers, first.hexdigest(), "")
+        recorded[split] = asdict(counts)
     tokenizer = task_tokenizer(config.vocab_size)
     specification = tokenizer.backend_tokenizer.to_str()
     manifest = {
@@ -127,15 +135,6 @@ def open_task(
         "eos_token_id": 0,
         "tokenizer_sha256": hashlib.sha256(specification.encode()).hexdigest(),
         "settings": {name: getattr(config, name) for name in ("source", "vocab_size", "pairs")},
-        "splits": {name: _recorded(samples) for name, samples in splits.items()},
+        "splits": recorded,
     }
-    return Manifest.of(manifest), list(splits.values()), tokenizer
-
-
-def _recorded(samples: TaskSamples) -> dict[str, int | str]:
-    """What a manifest says of a split. Its documents are the samples, and its tokens the answers;
-    the first samples tell whether a later version makes the same ones.
-    """
-    first = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
-    answers = len(samples) * int(samples.answers.sum())
-    return asdict(SplitManifest(len(samples), 0, 0, answers, first.hexdigest(), ""))
+    return Manifest.of(manifest), splits, tokenizer

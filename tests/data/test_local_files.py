@@ -18,7 +18,7 @@ from texts import HARD, documents_of, quiet
 
 import mixer
 from mixer.common.errors import UserError
-from mixer.data import tokenise
+from mixer.data import prepare as preparation
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.training.config import load_config
@@ -141,7 +141,7 @@ def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsy
 
 
 def test_a_refused_or_failed_preparation_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 200)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 200)
     (tmp_path / "t").mkdir()
     (tmp_path / "t/tokenizer.json").write_text("{}")
     rows = [{"text": f"document {n}"} for n in range(100)]

@@ -25,11 +25,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
-from mixer.data import tokenise
+from mixer.data import prepare as preparation
 from mixer.data.config import DataConfig
-from mixer.data.prepare import prepare
+from mixer.data.prepare import prepare, results
 from mixer.data.prepared import TokenFile
-from mixer.data.tokenise import results
 
 KILLS = max(1, int(os.environ.get("MIXER_SOAK_KILLS", "0")))
 FILES = ("train.bin", "train.docs.bin", "validation.bin", "validation.docs.bin", "manifest.json")
@@ -37,7 +36,7 @@ FILES = ("train.bin", "train.docs.bin", "validation.bin", "validation.docs.bin",
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 3000)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 3000)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,7 @@ def test_the_token_files_are_those_of_every_version_and_number_of_workers(
     assert hashlib.sha256(b"".join(found[:4])).hexdigest()[:16] == golden
     prepare(dataclasses.replace(config, directory="workers", workers=3), quiet)
     assert written("workers") == found
-    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 10**9)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 10**9)
     prepare(dataclasses.replace(config, directory="batch", workers=1), quiet)
     assert written("batch") == found
 
@@ -157,7 +156,7 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_data(
     tmp_path, tokenizer, monkeypatch, workers
 ):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the killed processes are forks
-    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 20_000)
     rows = (json.dumps({"text": text}) + "\n" for text in made_texts(2000))
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     config = DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"), tokenizer=tokenizer)

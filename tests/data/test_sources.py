@@ -75,7 +75,7 @@ TEXT_FILES = {
         ("source=text path=latin.txt", "latin.txt: .*0xe9 in position 3.*iconv"),
         ("source=text path=blank.txt", "corpus is empty"),
         ("source=parquet path=.", "no folder that holds a file ending in .parquet"),
-        ("source=jsonl path=rows.jsonl", "no field 'text'; its fields: body, id"),
+        ("source=jsonl path=rows.jsonl", "no text in field 'text'; fields of the first: body, id"),
         ("source=jsonl path=rows.jsonl text_field=id", "holds int, not text"),
     ],
 )

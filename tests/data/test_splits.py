@@ -9,8 +9,7 @@ from texts import HARD, config_of, corpus, decoded_documents, made_texts, quiet
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.corpus import Corpus
-from mixer.data.prepare import prepare
+from mixer.data.prepare import Corpus, prepare
 from mixer.data.prepared import Manifest
 
 WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
@@ -49,7 +48,7 @@ def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr("mixer.data.tokenise.BATCH_CHARACTERS", 3000)  # several batches
+    monkeypatch.setattr("mixer.data.prepare.BATCH_CHARACTERS", 3000)  # several batches
     texts = [*made_texts(40), made_texts(1)[0], HARD]
     config = config_of(tmp_path, texts, validation_documents=7, workers=workers)
     prepare(config, quiet)

@@ -111,5 +111,5 @@ def test_damaged_files_are_refused_on_opening(damaged):
             refused(name, changed)
     TokenFile(damaged, "train", 8)
     (damaged / "manifest.json").unlink()
-    with pytest.raises(UserError, match="no manifest.json"):
+    with pytest.raises(UserError, match="manifest.json cannot be read"):
         TokenFile(damaged, "train", 8)

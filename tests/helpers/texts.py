@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from mixer.data.config import DataConfig, check
-from mixer.data.corpus import documents
 from mixer.data.prepared import Manifest
-from mixer.data.sources import source_parts
+from mixer.data.sources import documents, source_parts
 from mixer.data.tokenizer import load_tokenizer
 
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
