@@ -133,7 +133,13 @@ def _settings(config: DataConfig) -> dict:
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
     corpus = Corpus.open(config)
-    tokenizer, loses = _tokenizer(config, corpus.training_texts(), say)
+    if config.tokenizer == "train":
+        sample = tokenizers.training_sample(corpus.training_texts())
+        tokenizer, loses = tokenizers.train_tokenizer(sample, config.vocab_size), ""
+        say(f"tokenizer: {len(tokenizer)} tokens")
+    else:
+        tokenizer = tokenizers.existing_tokenizer(config.tokenizer)
+        loses = tokenizers.loss_of_text(tokenizer, corpus.training_texts())
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = tokenizers.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
@@ -152,20 +158,6 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
-
-
-def _tokenizer(
-    config: DataConfig, texts: Iterable[str], say: Say
-) -> tuple[PreTrainedTokenizerFast, str]:
-    """The tokenizer, and what it loses of the texts."""
-    if config.tokenizer != "train":
-        tokenizer = tokenizers.existing_tokenizer(config.tokenizer)
-        return tokenizer, tokenizers.loss_of_text(tokenizer, texts)
-    began, sample = time.perf_counter(), tokenizers.training_sample(texts)
-    tokenizer = tokenizers.train_tokenizer(sample, config.vocab_size)
-    seconds = time.perf_counter() - began
-    say(f"tokenizer: {len(tokenizer)} tokens, wanted {config.vocab_size}, in {seconds:.1f} s")
-    return tokenizer, ""
 
 
 # --- splits ------------------------------------------------------------------
@@ -266,6 +258,15 @@ def _write_tokens(
 
     counts = {name: Counter() for name in SPLITS}
     began = said = time.perf_counter()
+
+    def report(what: str) -> None:
+        done, seconds = sum(counts.values(), Counter()), time.perf_counter() - began
+        say(
+            f"{what}: {done['documents']:,} documents ({counts['validation']['documents']:,} of "
+            f"them for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M "
+            f"tokens in {seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
+        )
+
     with ExitStack() as opened:
         names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
         files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
@@ -279,22 +280,12 @@ def _write_tokens(
             files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
-                say(_report("tokenised so far", counts, said - began))
-    say(_report("tokenised", counts, time.perf_counter() - began))
+                report("tokenised so far")
+    report("tokenised")
     for split, count in counts.items():
         count["tokens_sha256"] = sha256(directory / f"{split}.bin")
         count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
     return counts
-
-
-def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
-    done = sum(counts.values(), Counter())
-    return (
-        f"{what}: {done['documents']:,} documents ({counts['validation']['documents']:,} of them "
-        f"for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens in "
-        f"{seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s, "
-        f"{done['tokens'] / seconds:,.0f} tokens/s)"
-    )
 
 
 def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
@@ -316,7 +307,8 @@ def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:
     UserError if a worker is killed. The workers end when the generator does, or this process,
     however that ends.
     """
-    workers = workers or available_cores()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    workers = workers or len(cores)
     if workers == 1:
         yield from map(task, jobs)
         return
@@ -338,13 +330,6 @@ def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def available_cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _begin_worker(task: Callable) -> None:

@@ -1,20 +1,15 @@
 """Prepared data: what a directory of it holds, and its splits as samples or pairs of texts.
 
-For each split (train, validation) there are
-
-    train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
-    train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
-
-and for both
-
-    tokenizer/        what AutoTokenizer.from_pretrained reads
-    manifest.json     settings, counts and hashes
+train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
+train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
+validation.bin, validation.docs.bin
+tokenizer/        what AutoTokenizer.from_pretrained reads
+manifest.json     settings, counts and hashes
 """
 
 import hashlib
 import json
 import os
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -84,24 +79,22 @@ class Manifest:
         """Raises UserError unless the files of the tokenizer and of the splits have their recorded
         SHA-256, which is compared once on each machine. `say` is told how far it is.
         """
-        directory, wrong = Path(directory), []
+        directory = Path(directory)
         tokenizer = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
         recorded = {f"tokenizer/{name}": value for name, value in tokenizer.items()}
         for split in splits:
-            counts = self.splits[split]
-            recorded[f"{split}.bin"] = counts.tokens_sha256
-            recorded[f"{split}.docs.bin"] = counts.documents_sha256
+            recorded[f"{split}.bin"] = self.splits[split].tokens_sha256
+            recorded[f"{split}.docs.bin"] = self.splits[split].documents_sha256
         if self.tokenizer_files:  # a file that was added may change what the tokenizer does
-            found = {f"tokenizer/{file.name}" for file in directory.glob("tokenizer/*.json")}
-            wrong += found - recorded.keys()
+            for file in directory.glob("tokenizer/*.json"):
+                recorded.setdefault(f"tokenizer/{file.name}", "none")
         for name, value in recorded.items():
-            if not ((directory / name).is_file() and has_sha256(directory / name, value, say)):
-                wrong.append(name)
-        if wrong:
-            raise UserError(
-                f"{directory / wrong[0]} is not what preparing wrote (its SHA-256 differs); put "
-                f"that back, or delete {directory} and prepare again"
-            )
+            file = directory / name
+            if not (file.is_file() and has_sha256(file, value, say)):
+                raise UserError(
+                    f"{file} is not what preparing wrote (its SHA-256 differs); put that back, or "
+                    f"delete {directory} and prepare again"
+                )
 
 
 def _known(kind: type, values: dict) -> Any:
@@ -128,7 +121,7 @@ class TokenFile:
     has the first `context` tokens of a document, and the rest of it is not used, nor its EOS.
 
     Opening it compares the files with their SHA-256 (`Manifest.verify`). Raises UserError if the
-    data is missing or changed, or is shorter than one sample.
+    data is missing or changed, or has no sample.
     """
 
     def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):
@@ -138,10 +131,7 @@ class TokenFile:
         self.counts, self.dtype = self.manifest.splits[split], np.dtype(self.manifest.dtype)
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
-        self.files = {}
-        for kind in ("bin", "docs.bin"):
-            self.files[kind] = os.open(f"{self.path}.{kind}", os.O_RDONLY)
-            weakref.finalize(self, os.close, self.files[kind])
+        self.files = {kind: open(f"{self.path}.{kind}", "rb") for kind in ("bin", "docs.bin")}
         self.samples_before = self._samples_before()
         if not len(self):
             raise UserError(
@@ -161,13 +151,14 @@ class TokenFile:
         return np.fromfile(f"{self.path}.docs.bin", "<i8")
 
     def _samples_before(self) -> np.ndarray:
-        """(documents + 1,): the samples before each document, and all. Packed text is one document
-        here.
+        """(documents + 1,): the samples before each document, and all; packed text counts as one
+        document.
         """
         if self.packed:
             return np.array([0, (self.counts.tokens - 1) // self.context])
         targets = np.diff(self.document_ends(), prepend=0) - 1
-        return _sums(targets > 1 if self.cut else -(-targets // self.context))
+        rows = targets > 1 if self.cut else -(-targets // self.context)
+        return np.concatenate([[0], np.cumsum(rows)])
 
     def __len__(self) -> int:
         return int(self.samples_before[-1])
@@ -188,13 +179,13 @@ class TokenFile:
 
     def span(self, index: int) -> tuple[int, int]:
         """Where sample `index` starts and ends in the file; at most context + 1 tokens."""
-        begin, end, number = self.place(index)
+        begin, end, number = self.document_of(index)
         start = begin + number * self.context
         return start, min(start + self.context + (not self.cut), end - self.cut)
 
-    def place(self, index: int) -> tuple[int, int, int]:
-        """Where the document of sample `index` starts and ends in the file, EOS included, and how
-        many samples of the document come before this one.
+    def document_of(self, index: int) -> tuple[int, int, int]:
+        """Where the document of sample `index` starts and ends in the file, EOS included, and which
+        of its samples this is.
         """
         document = int(np.searchsorted(self.samples_before, index, side="right")) - 1
         number = index - int(self.samples_before[document])
@@ -209,13 +200,8 @@ class TokenFile:
 
     def _read(self, kind: str, dtype: np.dtype, start: int, end: int) -> np.ndarray:
         """Not through a memory map, whose pages would count as this process's memory."""
-        size = dtype.itemsize
-        return np.frombuffer(os.pread(self.files[kind], (end - start) * size, start * size), dtype)
-
-
-def _sums(counts: np.ndarray) -> np.ndarray:
-    """(n,) -> (n + 1,): the sum of the counts before each of them, and of all."""
-    return np.concatenate([[0], np.cumsum(counts)])
+        size, file = dtype.itemsize, self.files[kind].fileno()
+        return np.frombuffer(os.pread(file, (end - start) * size, start * size), dtype)
 
 
 class PairFile(TokenFile):
@@ -224,13 +210,14 @@ class PairFile(TokenFile):
     Prepared with data.pair_field, a document is a pair: query, EOS, target, EOS. Others are cut
     into passages of `context` tokens, of which the first and second are a pair, the third and
     fourth, and so on; the rest at the end of a document is in none. Raises UserError as TokenFile
-    does, and where there is no pair.
+    does.
     """
 
     def _samples_before(self) -> np.ndarray:
         sizes = np.diff(self.document_ends(), prepend=0) - 1  # without EOS
         self.are_rows = "pair_field" in self.manifest.settings
-        return _sums(np.ones_like(sizes) if self.are_rows else sizes // (2 * self.context))
+        pairs = np.ones_like(sizes) if self.are_rows else sizes // (2 * self.context)
+        return np.concatenate([[0], np.cumsum(pairs)])
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The queries and the targets of the pairs `indices`, each int64 (batch, context), with
@@ -244,7 +231,7 @@ class PairFile(TokenFile):
         return torch.from_numpy(texts[0]), torch.from_numpy(texts[1])
 
     def _pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        start, end, number = self.place(index)
+        start, end, number = self.document_of(index)
         if self.are_rows:
             tokens = self.read(start, end - 1)
             middle = int((tokens == self.manifest.eos_token_id).argmax())
