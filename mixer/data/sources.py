@@ -33,13 +33,10 @@ MOST_MISSING = 0.1  # share of rows without the text field; with more, it is no 
 FIRST_ROWS = 1000  # without a text in so many, a corpus is refused before it is read to its end
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 # What to do about a row that cannot be read.
-FOR_A_FILE = (
-    "correct it (iconv converts text to UTF-8), name another data.text_field (eval.py: "
-    "--text-field), or copy the file again if it is cut short"
-)
-FOR_A_DATASET = (
-    "check its names and the network; .zst files need pip install backports.zstd, and your own "
-    "files data.source=text, jsonl or parquet (eval.py: --text)"
+REMEDY = (
+    "correct it (iconv converts text to UTF-8), copy the file again if it is cut short, or name "
+    "another data.text_field (eval.py: --text-field); a dataset of the hub needs its exact names "
+    "and the network, and pip install backports.zstd for .zst files"
 )
 
 
@@ -49,11 +46,6 @@ class Part:
 
     config: DataConfig
     file: Path | None = None
-
-    @property
-    def name(self) -> str:
-        dataset = filter(None, (self.config.path, self.config.subset, self.config.split))
-        return str(self.file or f"hub dataset {' '.join(dataset)}")
 
 
 def source_parts(config: DataConfig) -> list[Part]:
@@ -106,15 +98,15 @@ def part_texts(part: Part) -> Iterator[str | list[str]]:
 
     Raises UserError for text that is not UTF-8, and whatever else cannot be read.
     """
-    number = 1
+    number, config = 1, part.config
     try:
-        for row in READERS[part.config.source](part):
-            yield _text(row, part.config)
+        for row in READERS[config.source](part):
+            yield _text(row, config)
             number += 1
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
-        remedy = FOR_A_DATASET if part.config.source == "hub" else FOR_A_FILE
-        place = f"row {number} of {part.name}"
-        raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
+        place = part.file or f"hub dataset {config.path} {config.subset} {config.split}"
+        problem = f"cannot read row {number} of {place}: {first_line(error)}"
+        raise UserError(f"{problem}; {REMEDY}") from error
 
 
 def _text(row: object, config: DataConfig) -> str | list[str]:
