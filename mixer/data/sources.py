@@ -104,9 +104,9 @@ def part_texts(part: Part) -> Iterator[str | list[str]]:
             yield _text(row, config)
             number += 1
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
-        place = part.file or f"hub dataset {config.path} {config.subset} {config.split}"
-        problem = f"cannot read row {number} of {place}: {first_line(error)}"
-        raise UserError(f"{problem}; {REMEDY}") from error
+        dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
+        place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
+        raise UserError(f"cannot read {place}: {first_line(error)}; {REMEDY}") from error
 
 
 def _text(row: object, config: DataConfig) -> str | list[str]:

@@ -1,17 +1,172 @@
-"""Where documents come from: real files and the real `datasets` library."""
+"""Sources of documents: real files, however they are named, compressed and linked, and the real
+`datasets` library. Nothing is left out without a word, and a refusal leaves nothing behind.
+"""
 
 import dataclasses
+import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from texts import corpus, documents_of, quiet
+from texts import COMPRESSIONS, HARD, corpus, documents_of, quiet
 
+import mixer
 from mixer.common.errors import UserError
+from mixer.data import prepare as preparation
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
+from mixer.training.config import load_config
+
+
+def lines(rows: list) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def settings(path, **changes) -> DataConfig:
+    return DataConfig(source="jsonl", path=str(path), vocab_size=300, workers=1, **changes)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_lines_are_read_alike_whatever_compresses_them(tmp_path, suffix):
+    """Also where another field changes its type late, and after a byte order mark."""
+    file = tmp_path / f"rows.jsonl{suffix}"
+    rows = [{"text": f"document {n}", "note": None} for n in range(2000)]
+    rows += [{"text": HARD, "note": "text"}, {"text": "x" * 5000, "note": [3, {}]}, {"text": "end"}]
+    data = b"\xef\xbb\xbf" + lines(rows[:1]) + b"\n" + lines(rows[1:])
+    file.write_bytes(COMPRESSIONS[suffix](data))
+    assert documents_of(settings(tmp_path)) == [row["text"] for row in rows]
+    text = DataConfig(source="text", path=str(file))
+    assert documents_of(text) == [data.decode()]
+    for line, problem in ((b'{"text": "\\ud83d"}\n', "surrogates"), (b'{"text": \n', "Expecting")):
+        file.write_bytes(COMPRESSIONS[suffix](data + line + lines(rows)))
+        with pytest.raises(UserError, match=f"cannot read row 2005 of {file}: .*{problem}"):
+            documents_of(settings(file))
+    file.write_bytes(COMPRESSIONS[suffix](data)[:-30])
+    with pytest.raises(UserError, match=f"cannot read .*{file}: .*cut short"):
+        documents_of(settings(file))
+
+
+@pytest.mark.parametrize("rows", [b'[{"text": "one"}, {"text": "two"}]', b"[\n%s,\n%s\n]"])
+def test_an_array_of_rows_is_read_too(tmp_path, rows):
+    if b"%" in rows:
+        rows %= (b'{\n "text": "one"\n}', b'{\n "text": "two", "n": 3\n}')
+    (tmp_path / "rows.json").write_bytes(rows)
+    assert documents_of(settings(tmp_path)) == ["one", "two"]
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A folder with a folder, a link to another one, and links in a circle."""
+    for name in ("corpus/a/deep", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for number, name in enumerate(("corpus/a/deep/p.jsonl", "elsewhere/q.jsonl", "corpus/r.jsonl")):
+        (tmp_path / name).write_bytes(lines([{"text": f"document {number}"}]))
+    (tmp_path / "corpus/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/a/circle").symlink_to(tmp_path / "corpus")
+    (tmp_path / "elsewhere/circle").symlink_to(tmp_path / "corpus")
+    (tmp_path / "corpus/c.jsonl").symlink_to(tmp_path / "corpus/r.jsonl")
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("names", ["", "/*", "/**", "/**/*", "/**/*.jsonl", "/../c*/**/*.jsonl"])
+def test_every_way_of_naming_files_finds_the_same(linked, names):
+    assert sorted(documents_of(settings(f"{linked}{names}"))) == [f"document {n}" for n in range(3)]
+
+
+def test_what_is_not_read_in_a_folder_is_said_or_refused(linked, capsys):
+    (linked / "a/more.jsonl.7z").touch()
+    (linked / "a/.hidden").touch()
+    documents_of(settings(linked))
+    assert f"left out of {linked}: files not ending in .jsonl, " in capsys.readouterr().err
+    (linked / "a/gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(UserError, match="a/gone.jsonl cannot be read .No such file"):
+        documents_of(settings(linked))
+
+
+def test_a_folder_without_permission_is_named(linked):
+    (linked / "a/deep").chmod(0)
+    give_up = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    give_up = give_up if os.getuid() == 0 else []
+    if give_up and (not shutil.which("setpriv") or subprocess.run([*give_up, "true"]).returncode):
+        pytest.skip("root without setpriv")
+    program = (  # without the package's own imports, which take seconds
+        "import sys, types\nmixer = sys.modules['mixer'] = types.ModuleType('mixer')\n"
+        f"mixer.__path__ = {mixer.__path__}\nfrom mixer.data.sources import *\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: print(local_files(DataConfig(source='jsonl', path=path)))\n"
+        "    except UserError as error: print(error)\n"
+    )
+    paths = [f"{linked}{names}" for names in ("", "/**/*.jsonl", "/*", "/a/*/*.jsonl")]
+    found = subprocess.check_output([*give_up, sys.executable, "-c", program, *paths], text=True)
+    assert found.count("/a/deep cannot be read (Permission denied)") == len(paths), found
+
+
+@pytest.mark.parametrize("missing", [40, 5])
+def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsys, missing):
+    rows = [{"text": f"document {n}"} for n in range(100 - missing)] + [{"text": " "}, {"text": ""}]
+    rows += [{"content": "other"}, {"text": None}] * (missing // 2) + [{}] * (missing % 2)
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
+    config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "data/d")), []
+    if missing > 10:
+        for read in (documents_of, prepare):
+            with pytest.raises(UserError, match="40 of 100 entries .* have no text in field"):
+                read(config)
+        assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+        return
+    assert len(documents_of(config)) == 95
+    prepare(config, said.append)
+    expected = f"left out: 4 of 99 entries of {config.path} have no text in field 'text'"
+    assert expected in said and expected in capsys.readouterr().err
+
+
+def test_a_failed_preparation_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 200)
+    rows = [{"text": f"document {n}"} for n in range(100)] + [{"text": 3}]
+    (tmp_path / "bad.jsonl").write_bytes(lines(rows))
+    for workers in (1, 2):
+        config = settings(tmp_path / "bad.jsonl", directory=str(tmp_path / "d/e"))
+        with pytest.raises(UserError, match="row 101 of .* holds int"):
+            prepare(dataclasses.replace(config, workers=workers), quiet)
+        assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["recipe", "comparison"])
+def test_the_shipped_configurations_take_a_validation_text_of_ones_own(tmp_path, name):
+    for file in ("train", "held-out"):
+        (tmp_path / f"{file}.jsonl").write_bytes(lines([{"text": f"{file} one"}]))
+    given = f"source=jsonl path={tmp_path}/train.jsonl vocab_size=300 directory={tmp_path}/d"
+    given = [f"data.{one}" for one in given.split()]
+    given += [f"data.validation_path={tmp_path}/held-out.jsonl"]
+    config = load_config(f"configs/{name}.yaml", given).data
+    manifest = prepare(config, quiet)
+    assert [split.documents for split in manifest.splits.values()] == [1, 1]
+    other = dataclasses.replace(config, validation_fraction=0.3)  # which is not used
+    assert prepare(other, quiet) == manifest
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_the_training_text_under_another_name_is_no_validation_text(tmp_path, link):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}, {"text": "two"}]))
+    link(tmp_path / "rows.jsonl", tmp_path / "other.jsonl")
+    changes = {"validation_path": f"{tmp_path}/other.jsonl", "directory": f"{tmp_path}/d"}
+    with pytest.raises(UserError, match="rows.jsonl belongs to both data.path and data.validation"):
+        prepare(settings(tmp_path / "rows.jsonl", **changes), quiet)
+
+
+def test_a_dataset_saved_to_disk_is_named_where_it_is_no_source(tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
+    for source in ("jsonl", "parquet", "text"):
+        with pytest.raises(UserError, match="saved was written by save_to_disk.*data.source=hub"):
+            documents_of(DataConfig(source=source, path=str(tmp_path)))
+
+
+# --- other sources -----------------------------------------------------------
 
 
 def test_builtin_corpus_is_prepared_from_the_running_python(tmp_path):
@@ -58,13 +213,6 @@ def test_text_is_one_document_a_file(tmp_path):
     assert documents_of(DataConfig(source="text", path=str(folder))) == ["first\r\n", "second"]
 
 
-TEXT_FILES = {
-    "latin.txt": b"caf\xe9",
-    "blank.txt": b"\n",
-    "rows.jsonl": b'{"body": "x", "id": 3}\n',
-}
-
-
 @pytest.mark.parametrize(
     "settings, problem",
     [
@@ -81,7 +229,8 @@ TEXT_FILES = {
 )
 def test_source_errors_say_what_to_do(tmp_path, monkeypatch, settings, problem):
     monkeypatch.chdir(tmp_path)
-    for name, content in TEXT_FILES.items():
-        Path(name).write_bytes(content)
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("blank.txt").write_text("\n")
+    Path("rows.jsonl").write_text('{"body": "x", "id": 3}\n')
     with pytest.raises(UserError, match=problem):
         documents_of(DataConfig(**dict(setting.split("=") for setting in settings.split())))
