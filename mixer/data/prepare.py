@@ -132,14 +132,16 @@ def _settings(config: DataConfig) -> dict:
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
-    corpus = Corpus.open(config)
+    corpus, are_pairs = Corpus(config), bool(config.pair_field)
+    training = (document for split, document in corpus.documents() if split == "train")
+    texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        sample = tokenizers.training_sample(corpus.training_texts())
+        sample = tokenizers.training_sample(texts)
         tokenizer, loses = tokenizers.train_tokenizer(sample, config.vocab_size), ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
         tokenizer = tokenizers.existing_tokenizer(config.tokenizer)
-        loses = tokenizers.loss_of_text(tokenizer, corpus.training_texts())
+        loses = tokenizers.loss_of_text(tokenizer, texts)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = tokenizers.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
@@ -163,33 +165,29 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
 # --- splits ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Corpus:
-    """What is prepared: a text of which some documents are held out, or a text for each split."""
+    """What is prepared: a text of which some documents are held out, or a text for each split.
 
-    config: DataConfig
-    training: list[Part]
-    validation: list[Part]  # empty where the validation documents are some of `training`
+    Finds the files, and reads until both splits have a document. Raises UserError for what cannot
+    be read, a file of both splits, and a split without a document.
+    """
 
-    @classmethod
-    def open(cls, config: DataConfig) -> "Corpus":
-        """Finds the files, and reads until both splits have a document. Raises UserError for what
-        cannot be read, a file of both splits, and a split without a document.
-        """
-        path, split, validation = config.validation_path, config.validation_split, []
-        if path or split:
-            read = {"path": path or config.path, "split": split or config.split}
-            validation = source_parts(replace(config, **read, max_documents=0))
-        corpus = cls(config, source_parts(config), validation)
+    def __init__(self, config: DataConfig):
+        self.config, self.training = config, source_parts(config)
+        self.validation: list[Part] = []  # empty where it is held out of the training text
+        if config.validation_path or config.validation_split:
+            path, split = config.validation_path, config.validation_split
+            own = {"path": path or config.path, "split": split or config.split, "max_documents": 0}
+            self.validation = source_parts(replace(config, **own))
         # All links to a file have its inode and device in common.
-        files = [(part.file, part.file.stat()[1:3]) for part in corpus.training if part.file]
-        held_out = {part.file.stat()[1:3] for part in validation if part.file}
+        files = [(part.file, part.file.stat()[1:3]) for part in self.training if part.file]
+        held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
             raise UserError(
                 f"{common[0]} belongs to both data.path and data.validation_path: the model would "
                 "be validated on what it is trained on; name other files in one of them"
             )
-        splits = (split for split, _ in corpus.documents())
+        splits = (split for split, _ in self.documents())
         first = next(splits)
         if all(split == first for split in splits):
             raise UserError(
@@ -198,7 +196,6 @@ class Corpus:
                 "text file is one), a smaller data.validation_documents, or a validation text of "
                 "its own (data.validation_path, for the hub data.validation_split)"
             )
-        return corpus
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text.
@@ -224,12 +221,6 @@ class Corpus:
             else:
                 held_out = text_hash(text) < self.config.validation_fraction * 2**64
             yield SPLITS[held_out], text
-
-    def training_texts(self) -> Iterator[str]:
-        """The texts of the documents of the training split, in order."""
-        for split, document in self.documents():
-            if split == "train":
-                yield from texts_of(document, bool(self.config.pair_field))
 
 
 # --- tokens ------------------------------------------------------------------

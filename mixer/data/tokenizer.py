@@ -58,8 +58,18 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a local directory or the hub. Raises UserError if it cannot be had, is not a
     fast one, or has code of its own, which is never run.
     """
+    options = {"trust_remote_code": False, "local_files_only": Path(name).is_dir()}
     try:
-        return _read_tokenizer(name, trust_remote_code=False, local_files_only=Path(name).is_dir())
+        if own_code := get_tokenizer_config(name, **options).get("auto_map"):
+            raise ValueError(f"it has code of its own, {own_code!s:.60}, which is never run")
+        found = cached_file(
+            name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options
+        )
+        # AutoTokenizer would put parts of a class that it knows in place of the file's.
+        kind = PreTrainedTokenizerFast if found else AutoTokenizer
+        tokenizer = kind.from_pretrained(name, **options)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError("it has no fast version")
     # Transformers, the hub client and the network each raise their own kinds.
     except Exception as error:
         raise UserError(
@@ -67,18 +77,6 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
             "repository, or a directory with tokenizer.json and a tokenizer_config.json that names "
             "the EOS token. A tokenizer.model alone needs a package: pip install sentencepiece"
         ) from error
-
-
-def _read_tokenizer(name: str, **options) -> PreTrainedTokenizerFast:
-    if own_code := get_tokenizer_config(name, **options).get("auto_map"):
-        raise ValueError(f"it has code of its own, {own_code!s:.60}, which is never run")
-    if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options):
-        # AutoTokenizer would put parts of a class that it knows in place of the file's.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ValueError("it has no fast version")
     if tokenizer.eos_token is None:
         with suppress(Exception):  # of an old one, such as GPT-2's, transformers knows it
             known = AutoTokenizer.from_pretrained(name, **options).eos_token

@@ -87,7 +87,7 @@ def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path)
     hub = dict(source="hub", path=str(tmp_path), validation_split="test")
     for settings in (rows, hub):
         config = DataConfig(**settings, vocab_size=300)
-        found = list(Corpus.open(config).documents(quiet))
+        found = list(Corpus(config).documents(quiet))
         assert found == [("validation", "held out"), ("train", "a b"), ("train", "c")]
 
 
