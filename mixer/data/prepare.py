@@ -147,6 +147,7 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
     vocab_size = tokenizers.vocabulary_size(tokenizer)
     dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
+    encode, batches = _encoder(tokenizer, dtype, are_pairs), _batches(corpus.documents(say))
     values = {
         "dtype": dtype.name,
         "vocab_size": vocab_size,
@@ -155,7 +156,7 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
         "tokenizer_files": hashes,
         "tokenizer_loses": loses,
         "settings": _settings(config),
-        "splits": _write_tokens(corpus, tokenizer, dtype, directory, say),
+        "splits": _write_tokens(batches, encode, config.workers, directory, say),
     }
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
@@ -225,61 +226,46 @@ class Corpus:
 
 # --- tokens ------------------------------------------------------------------
 
+Batch = list[tuple[str, str]]  # (split, document) of each
+
 
 def _write_tokens(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, directory: Path, say: Say
+    batches: Iterable[Batch], encode: Callable, workers: int, directory: Path, say: Say
 ) -> dict[str, Counter]:
-    """Writes the token files, and returns what the manifest says of each split. A document is
-    followed by EOS, and each text of a pair is. Every few seconds `say` is told how far it is.
+    """Writes the token files, and returns what the manifest says of each split. Every few seconds
+    `say` is told how far it is.
     """
-    encode = tokenizers.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
-    eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
-    are_pairs = bool(corpus.config.pair_field)
-
-    def encode_batch(batch: list[tuple[str, str]]) -> list[tuple[str, bytes, int, int]]:
-        """(split, document) -> (split, tokens, bytes, words)."""
-        encoded = []
-        for split, document in batch:
-            texts = texts_of(document, are_pairs)
-            parts = ((*map(encode, tokenizers.pieces(text)), eos) for text in texts)
-            tokens = b"".join(itertools.chain.from_iterable(parts))
-            size, words = sum(len(t.encode()) for t in texts), sum(len(t.split()) for t in texts)
-            encoded.append((split, tokens, size, words))
-        return encoded
-
     counts = {name: Counter() for name in SPLITS}
     began = said = time.perf_counter()
-
-    def report(what: str) -> None:
-        done, seconds = sum(counts.values(), Counter()), time.perf_counter() - began
-        say(
-            f"{what}: {done['documents']:,} documents ({counts['validation']['documents']:,} of "
-            f"them for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M "
-            f"tokens in {seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
-        )
-
     with ExitStack() as opened:
         names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
         files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
-        jobs = _batches(corpus.documents(say))
         # closing ends the workers, also where writing fails
-        batches = opened.enter_context(closing(results(encode_batch, jobs, corpus.config.workers)))
-        for split, tokens, size, words in itertools.chain.from_iterable(batches):
-            number = len(tokens) // dtype.itemsize
-            counts[split].update(documents=1, bytes=size, words=words, tokens=number)
+        encoded = opened.enter_context(closing(results(encode, batches, workers)))
+        for split, tokens, count in itertools.chain.from_iterable(encoded):
+            counts[split].update(count)
             files[f"{split}.bin"].write(tokens)
             files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
-                report("tokenised so far")
-    report("tokenised")
+                say(f"so far {_report(counts, said - began)}")
+    say(_report(counts, time.perf_counter() - began))
     for split, count in counts.items():
         count["tokens_sha256"] = sha256(directory / f"{split}.bin")
         count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
     return counts
 
 
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+def _report(counts: dict[str, Counter], seconds: float) -> str:
+    done = sum(counts.values(), Counter())
+    return (
+        f"tokenised: {done['documents']:,} documents ({counts['validation']['documents']:,} of "
+        f"them for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens "
+        f"in {seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
+    )
+
+
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
     batch, size = [], 0
     for split, document in documents:
         batch.append((split, document))
@@ -288,6 +274,25 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, s
             yield batch
             batch, size = [], 0
     yield batch
+
+
+def _encoder(
+    tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, are_pairs: bool
+) -> Callable[[Batch], list[tuple[str, bytes, dict[str, int]]]]:
+    """A function from a batch to the split, the tokens and the counts of each document. A document
+    is followed by EOS, and each text of a pair is.
+    """
+    encode = tokenizers.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
+    eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
+
+    def encode_document(document: str) -> tuple[bytes, dict[str, int]]:
+        tokens, counts = b"", Counter(documents=1)
+        for text in texts_of(document, are_pairs):
+            tokens += b"".join((*map(encode, tokenizers.pieces(text)), eos))
+            counts.update(bytes=len(text.encode()), words=len(text.split()))
+        return tokens, counts | {"tokens": len(tokens) // len(eos)}
+
+    return lambda batch: [(split, *encode_document(document)) for split, document in batch]
 
 
 def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:

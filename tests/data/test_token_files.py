@@ -54,10 +54,7 @@ def test_packed_samples_make_every_token_but_the_first_a_target_once(prepared):
 def test_exactly_one_sample_fits_in_context_plus_one_tokens(prepared):
     tokens = Manifest.load(prepared).splits["validation"].tokens
     assert len(TokenFile(prepared, "validation", tokens - 1)) == 1
-    with pytest.raises(
-        UserError,
-        match=f"has {tokens} tokens, and a context of {tokens} needs at least {tokens + 1}",
-    ):
+    with pytest.raises(UserError, match=f"has {tokens} tokens.* needs at least {tokens + 1}"):
         TokenFile(prepared, "validation", tokens)
 
 
