@@ -62,11 +62,10 @@ def test_lines_are_read_alike_whatever_compresses_them(tmp_path, suffix):
         documents_of(settings(file))
 
 
-@pytest.mark.parametrize("rows", [b'[{"text": "one"}, {"text": "two"}]', b"[\n%s,\n%s\n]"])
-def test_an_array_of_rows_is_read_too(tmp_path, rows):
-    if b"%" in rows:
-        rows %= (b'{\n "text": "one"\n}', b'{\n "text": "two", "n": 3\n}')
-    (tmp_path / "rows.json").write_bytes(rows)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_rows_is_read_too(tmp_path, indent):
+    rows = [{"text": "one"}, {"text": "two", "n": 3}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=indent))
     assert documents_of(settings(tmp_path)) == ["one", "two"]
 
 
@@ -124,9 +123,8 @@ def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsy
     (tmp_path / "rows.jsonl").write_bytes(lines(rows))
     config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "data/d")), []
     if missing > 10:
-        for read in (documents_of, prepare):
-            with pytest.raises(UserError, match="40 of 100 entries .* have no text in field"):
-                read(config)
+        with pytest.raises(UserError, match="40 of 100 entries .* have no text in field"):
+            prepare(config)
         assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
         return
     assert len(documents_of(config)) == 95
@@ -191,7 +189,6 @@ def test_builtin_corpus_is_prepared_from_the_running_python(tmp_path):
 
 
 def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp_path, monkeypatch):
-    folders = {name: tmp_path / name for name in ("stdlib", "purelib")}
     files = {
         "stdlib/os.py": "system",
         "stdlib/site-packages/seen_twice.py": "of another environment",
@@ -204,16 +201,16 @@ def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    paths = {name: str(folder) for name, folder in folders.items()} | {
-        "platlib": str(folders["purelib"])
-    }
+    paths = {"stdlib": f"{tmp_path}/stdlib"} | dict.fromkeys(
+        ("purelib", "platlib"), f"{tmp_path}/purelib"
+    )
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
     everything = documents_of(DataConfig(subset="packages"))
     assert sorted(everything) == ["first a", "system", "third"]
     assert documents_of(DataConfig(subset="packages", max_documents=2)) == everything[:2]
     assert documents_of(DataConfig()) == ["system"]
     # the order is that of the names below the folder
-    shutil.move(folders["purelib"], tmp_path / "elsewhere")
+    shutil.move(tmp_path / "purelib", tmp_path / "elsewhere")
     paths["purelib"] = paths["platlib"] = str(tmp_path / "elsewhere")
     assert documents_of(DataConfig(subset="packages")) == everything
 
@@ -289,13 +286,8 @@ def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch):
     prepare(config, quiet)
     assert decoded_documents(config.directory, "validation") == texts[:7]
     assert decoded_documents(config.directory, "train") == texts[7:]
-    changed = dataclasses.replace(config, validation_documents=8)
-    with pytest.raises(UserError, match="data.validation_documents: prepared with 7, now 8"):
-        prepare(changed, quiet)
     none = dataclasses.replace(config, validation_documents=42, directory=str(tmp_path / "none"))
-    with pytest.raises(
-        UserError, match="for validation alone.*a smaller data.validation_documents"
-    ):
+    with pytest.raises(UserError, match="for validation alone.*a smaller data.validation_docum"):
         prepare(none, quiet)
 
 
@@ -308,9 +300,6 @@ def test_a_validation_text_of_its_own_is_all_of_the_validation_split(tmp_path):
     for split, texts in (("train", train), ("validation", held_out)):
         assert decoded_documents(config.directory, split) == texts
         assert manifest.splits[split].documents == len(texts)
-    elsewhere = dataclasses.replace(config, validation_path=str(tmp_path / "elsewhere"))
-    with pytest.raises(UserError, match="data.validation_path: prepared with '.*/held out', now"):
-        prepare(elsewhere, quiet)
     one = dataclasses.replace(config, max_documents=1, directory=str(tmp_path / "one"))
     assert [split.documents for split in prepare(one, quiet).splits.values()] == [1, 4]
 
@@ -338,7 +327,6 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
     refused("missing' is no file", validation_path=str(tmp_path / "missing"))
     (tmp_path / "blank.txt").write_text("\n")
     refused("no document with text in .*blank", validation_path=str(tmp_path / "blank.txt"))
-    refused("00001.txt belongs to both", validation_path=f"{path}/00001.txt")
     refused("source 'builtin' does not read", source="builtin", path="", validation_path=path)
     refused("source .hub. does not read; .* jsonl", source="hub", validation_path="test")
     refused("validation_split is .test.*; allowed with data.source hub", validation_split="test")
