@@ -54,7 +54,7 @@ KILLS ?= 50
 soak: setup
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m slow
 	MIXER_SOAK_KILLS=$(KILLS) $(BIN)/python -m pytest tests/checkpoints/test_resume.py \
-	  tests/data/test_same_bytes.py -k "killed_at_random or killed_preparation"
+	  tests/data/test_preparation.py -k "killed_at_random or killed_preparation"
 
 lint: setup
 	$(BIN)/ruff check .

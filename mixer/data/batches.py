@@ -33,15 +33,13 @@ class Samples(Protocol):
 class SampleOrder:
     """A new permutation of the samples each epoch, a pure function of (seed, epoch, place in the
     epoch). It is computed one place at a time, so that no process holds an index of all samples.
-
-    Where a run stands is one integer, the samples consumed so far; nothing else is needed to go on,
-    also with another number of devices or another batch size.
+    Where a run stands is one integer, the samples consumed so far, also with another number of
+    devices or another batch size.
 
     A place is permuted by a Feistel network: its two halves of bits are mixed in turn, each by a
-    keyed hash of the other, which is a bijection of the 2^(2k) numbers that two halves of k bits
-    hold, whatever the hash. Of these, those beyond the samples (less than 3 in 4) are permuted
-    again until they fall among the samples ("cycle walking"), which keeps it a bijection. All of it
-    is arithmetic on 64-bit integers: the order is the same with every version of numpy.
+    keyed hash of the other, which is a bijection whatever the hash. Numbers beyond the samples are
+    permuted again until they fall among them ("cycle walking"). All of it is arithmetic on 64-bit
+    integers: the order is the same with every version of numpy.
     """
 
     def __init__(self, samples: int, seed: int):
@@ -76,9 +74,7 @@ class SampleOrder:
 
 
 def mixed(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, which spreads each bit over all; products wrap around at 64
-    bits.
-    """
+    """The finaliser of splitmix64, which spreads each bit over all; products wrap around."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -111,9 +107,7 @@ class Share:
         return self.batch_size * self.micro_batches * self.processes
 
     def starts(self, position: int) -> range:
-        """Where in the order each of this process's micro-batches begins, for a step that begins at
-        `position`.
-        """
+        """Where in the order this process's micro-batches begin, of a step that begins there."""
         first, stride = position + self.rank * self.batch_size, self.batch_size * self.processes
         return range(first, position + self.step_samples, stride)
 

@@ -32,8 +32,8 @@ class DataConfig:
 
     source: str = option(
         "builtin",
-        "where the text is from; builtin is the source of Python's standard library; copy, recall "
-        "and needle are tasks of random tokens (docs/tasks.md)",
+        "where the text is from; builtin: Python's standard library; copy, recall, needle: tasks "
+        "of random tokens (docs/tasks.md)",
         choices=("builtin", *FILE_SOURCES, "hub", *TASKS),
     )
     path: str = option(
@@ -41,8 +41,8 @@ class DataConfig:
     )
     subset: str = option(
         "",
-        "hub: the dataset's configuration, such as sample-10BT; "
-        "builtin: packages adds the source of the installed packages",
+        "hub: the dataset's configuration, such as sample-10BT; builtin: packages adds the "
+        "installed packages",
     )
     split: str = option(
         "train", "hub: the split to read; train and validation are both cut from it"
@@ -56,8 +56,7 @@ class DataConfig:
     )
     vocab_size: int = option(
         8000,
-        "size of the BPE that is trained, or number of a task's tokens; unused with an existing "
-        "tokenizer",
+        "size of the BPE that is trained, or number of a task's tokens",
         at_least=SMALLEST_VOCABULARY,
         at_most=2**20,
     )
@@ -70,33 +69,25 @@ class DataConfig:
     )
     cut: bool = option(
         False,
-        "with packed=false: of each document only the beginning, as long as the context, and "
-        "without its EOS; else a longer document is cut into several rows",
+        "packed=false: of each document only the beginning, as long as the context, and without "
+        "its EOS; else a longer document is cut into several rows",
     )
     validation_fraction: float = option(
-        0.01,
-        "share of the documents held out for validation; unused with a validation text of its own",
-        above=0,
-        below=1,
+        0.01, "share of the documents held out for validation", above=0, below=1
     )
     validation_documents: int = option(
-        0,
-        "hold out the first so many documents, in place of a share of them; 0: that share",
-        at_least=0,
+        0, "hold out the first so many documents in place of a share; 0: that share", at_least=0
     )
     validation_path: str = option(
         "",
-        "text, jsonl, parquet: validate on this file, directory or glob; "
-        "all documents of data.path are then for training",
+        "text, jsonl, parquet: validate on this file, directory or glob, and train on all of path",
     )
     validation_split: str = option(
-        "",
-        "hub: validate on this split of the dataset; "
-        "all documents of data.split are then for training",
+        "", "hub: validate on this split of the dataset, and train on all of split"
     )
     max_documents: int = option(
         0,
-        "read only this many documents; 0: all. A validation text of its own is read whole",
+        "read only so many documents; 0: all. A validation text of its own is read whole",
         at_least=0,
     )
     workers: int = option(
@@ -117,9 +108,10 @@ def unused_options(config: DataConfig) -> set[str]:
         unused.add("vocab_size")
     if config.packed:
         unused.add("cut")
-    if validation_source(config):
+    has_own = config.validation_path or config.validation_split
+    if has_own:
         unused.add("validation_documents")
-    if validation_source(config) or config.validation_documents:
+    if has_own or config.validation_documents:
         unused.add("validation_fraction")
     return unused
 
@@ -131,38 +123,23 @@ def without_unused(config: DataConfig) -> DataConfig:
 
 
 def check(config: DataConfig) -> None:
-    """Raise UserError for a setting that cannot work, before anything is read or written."""
-    problems = option_problems(config, "data.")
+    """Raise UserError for settings that cannot work, before anything is read or written."""
+    source, problems = config.source, option_problems(config, "data.")
+    if source not in TASKS and not problems:
+        problems += [
+            f"data.{name} is {getattr(config, name)!r}, which source {source!r} does not read; "
+            f"allowed with data.source {', '.join(readers)}: set one of these, or data.{name}="
+            for name, readers in READ_BY.items()
+            if getattr(config, name) and source not in readers
+        ]
+        if source in READ_BY["path"] and not config.path:
+            problems.append(f"data.path is empty; source {source!r} needs a name or path there")
+        if source == "builtin" and config.subset not in ("", "packages"):
+            problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
+        if config.validation_split and config.validation_split == config.split:
+            problems.append(
+                f"data.split and data.validation_split are both {config.split!r}: the model would "
+                "be validated on what it is trained on; name two splits"
+            )
     if problems:
         raise UserError("; ".join(problems))
-    if config.source in TASKS:
-        return
-    for name, sources in READ_BY.items():
-        if getattr(config, name) and config.source not in sources:
-            raise UserError(
-                f"data.{name} is {getattr(config, name)!r}, which source {config.source!r} does "
-                f"not read; allowed with data.source {', '.join(sources)}: set one of these, or "
-                f"data.{name}="
-            )
-    if config.source != "builtin" and not config.path:
-        wanted = "a dataset's name" if config.source == "hub" else "a file, directory or glob"
-        raise UserError(f"data.path is empty; source {config.source!r} needs {wanted} there")
-    if config.source == "builtin" and config.subset not in ("", "packages"):
-        raise UserError(
-            f"data.subset is {config.subset!r}; source builtin allows packages (the source of the "
-            "installed packages too), or nothing for the standard library alone"
-        )
-    if config.validation_split and config.validation_split == config.split:
-        raise UserError(
-            f"data.split and data.validation_split are both {config.split!r}: the model would be "
-            "validated on what it is trained on; name two splits"
-        )
-
-
-def validation_source(config: DataConfig) -> DataConfig | None:
-    """Where the validation documents are, where they have a source of their own, else None."""
-    path, split = config.validation_path, config.validation_split
-    if not (path or split):
-        return None
-    read = {"path": path or config.path, "split": split or config.split, "max_documents": 0}
-    return dataclasses.replace(config, validation_path="", validation_split="", **read)

@@ -5,31 +5,32 @@ A directory of prepared data appears when it is complete, so a process that is k
 that could be taken for prepared data.
 """
 
+import gc
+import itertools
 import json
+import multiprocessing
+import os
+import signal
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mixer.common.errors import Say, UserError
+from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import STAGE, sha256, whole_directory
+from mixer.data import tokenizer as tokenizers
 from mixer.data.batches import Samples
 from mixer.data.config import TASKS, DataConfig, check, unused_options, without_unused
-from mixer.data.corpus import SPLITS, Corpus
-from mixer.data.prepared import Manifest, PairFile, TokenFile
+from mixer.data.prepared import SPLITS, Manifest, PairFile, TokenFile
+from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
 from mixer.data.tasks import open_task
-from mixer.data.tokenise import batch_encoder, write_tokens
-from mixer.data.tokenizer import (
-    existing_tokenizer,
-    load_tokenizer,
-    loss_of_text,
-    token_bytes,
-    train_tokenizer,
-    training_sample,
-    vocabulary_size,
-)
 
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Settings that data prepared by earlier versions does not have. They are recorded only where they
@@ -38,6 +39,11 @@ ADDED_LATER = (
     *("validation_path", "validation_split", "validation_documents"),
     *("cut", "pairs", "pair_field"),
 )
+BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last document
+REPORT_SECONDS = 5.0
+
+
+# --- the data of a run -------------------------------------------------------
 
 
 @dataclass
@@ -58,7 +64,7 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     if config.source in TASKS:
         manifest, splits, tokenizer = open_task(config, context)
     else:
-        manifest, tokenizer = prepare(config), load_tokenizer(config.directory)
+        manifest, tokenizer = prepare(config), tokenizers.load_tokenizer(config.directory)
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
@@ -66,7 +72,7 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return Data(manifest, *splits, tokenizer, token_bytes(tokenizer))
+    return Data(manifest, *splits, tokenizer, tokenizers.token_bytes(tokenizer))
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
@@ -75,9 +81,9 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 
     Safe to call from several processes at once: one works, the others wait and find it done.
     `say` is told how far it is. Files of the source that change later are not noticed: a directory
-    stands for the settings it was made with. Raises UserError for a source that cannot be used (see
-    `corpus.documents`) and for a directory that holds anything else than data of the same
-    settings; nothing is ever overwritten, and a refusal leaves nothing behind.
+    stands for the settings it was made with. Raises UserError for a source that cannot be used, and
+    for a directory that holds anything else than data of the same settings; nothing is ever
+    overwritten, and a refusal leaves nothing behind.
     """
     check(config)
     # Prepared data can be used where nothing can be written, so it takes no lock.
@@ -126,38 +132,211 @@ def _settings(config: DataConfig) -> dict:
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
-    corpus = Corpus.open(config)
-    tokenizer, loses = _tokenizer(config, corpus, say)
+    corpus, are_pairs = Corpus(config), bool(config.pair_field)
+    training = (document for split, document in corpus.documents() if split == "train")
+    texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
+    if config.tokenizer == "train":
+        sample = tokenizers.training_sample(texts)
+        tokenizer, loses = tokenizers.train_tokenizer(sample, config.vocab_size), ""
+        say(f"tokenizer: {len(tokenizer)} tokens")
+    else:
+        tokenizer = tokenizers.existing_tokenizer(config.tokenizer)
+        loses = tokenizers.loss_of_text(tokenizer, texts)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
-    tokenizer = load_tokenizer(directory)  # as training reads it
+    tokenizer = tokenizers.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
-    vocab_size = vocabulary_size(tokenizer)
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    encode = batch_encoder(tokenizer, dtype, bool(config.pair_field))
+    vocab_size = tokenizers.vocabulary_size(tokenizer)
+    dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
+    encode, batches = _encoder(tokenizer, dtype, are_pairs), _batches(corpus.documents(say))
     values = {
-        "dtype": dtype,
+        "dtype": dtype.name,
         "vocab_size": vocab_size,
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": hashes["tokenizer.json"],
         "tokenizer_files": hashes,
         "tokenizer_loses": loses,
         "settings": _settings(config),
-        "splits": write_tokens(corpus.documents(say), encode, config.workers, directory, say),
+        "splits": _write_tokens(batches, encode, config.workers, directory, say),
     }
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
 
 
-def _tokenizer(config: DataConfig, corpus: Corpus, say: Say) -> tuple[PreTrainedTokenizerFast, str]:
-    """The tokenizer, and what it loses of the text."""
-    if config.tokenizer != "train":
-        tokenizer = existing_tokenizer(config.tokenizer)
-        return tokenizer, loss_of_text(tokenizer, corpus.training_texts())
-    began = time.perf_counter()
-    tokenizer = train_tokenizer(training_sample(corpus.training_texts()), config.vocab_size)
-    say(
-        f"tokenizer: {len(tokenizer)} tokens (data.vocab_size = {config.vocab_size}) in "
-        f"{time.perf_counter() - began:.1f} s"
+# --- splits ------------------------------------------------------------------
+
+
+class Corpus:
+    """What is prepared: a text of which some documents are held out, or a text for each split.
+
+    Finds the files, and reads until both splits have a document. Raises UserError for what cannot
+    be read, a file of both splits, and a split without a document.
+    """
+
+    def __init__(self, config: DataConfig):
+        self.config, self.training = config, source_parts(config)
+        self.validation: list[Part] = []  # empty where it is held out of the training text
+        if config.validation_path or config.validation_split:
+            path, split = config.validation_path, config.validation_split
+            own = {"path": path or config.path, "split": split or config.split, "max_documents": 0}
+            self.validation = source_parts(replace(config, **own))
+        # All links to a file have its inode and device in common.
+        files = [(part.file, part.file.stat()[1:3]) for part in self.training if part.file]
+        held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
+        if common := [file for file, place in files if place in held_out]:
+            raise UserError(
+                f"{common[0]} belongs to both data.path and data.validation_path: the model would "
+                "be validated on what it is trained on; name other files in one of them"
+            )
+        splits = (split for split, _ in self.documents())
+        first = next(splits)
+        if all(split == first for split in splits):
+            raise UserError(
+                f"the corpus ({config.source} {config.path}) has documents for {first} alone: each "
+                "split holds whole documents, and copies stay on one side. Give more documents (a "
+                "text file is one), a smaller data.validation_documents, or a validation text of "
+                "its own (data.validation_path, for the hub data.validation_split)"
+            )
+
+    def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
+        """(split, document) of all documents, in order. Says how many rows have no text.
+
+        Where a share of them is held out, the split follows a hash of the text, so a document keeps
+        its split when the corpus grows or is reordered, and exact copies land in the same split.
+        Neither split is empty: the first document is for training, and the next that is no copy of
+        it for validation.
+        """
+        if self.validation:
+            for text in documents(self.validation, self.validation[0].config, say=say):
+                yield "validation", text
+        first = other = None
+        for number, text in enumerate(documents(self.training, self.config, say=say)):
+            if self.validation:
+                held_out = False
+            elif self.config.validation_documents:
+                held_out = number < self.config.validation_documents
+            elif first is None or text == first:
+                first, held_out = text, False
+            elif other is None or text == other:
+                other, held_out = text, True
+            else:
+                held_out = text_hash(text) < self.config.validation_fraction * 2**64
+            yield SPLITS[held_out], text
+
+
+# --- tokens ------------------------------------------------------------------
+
+Batch = list[tuple[str, str]]  # (split, document) of each
+
+
+def _write_tokens(
+    batches: Iterable[Batch], encode: Callable, workers: int, directory: Path, say: Say
+) -> dict[str, Counter]:
+    """Writes the token files, and returns what the manifest says of each split. Every few seconds
+    `say` is told how far it is.
+    """
+    counts = {name: Counter() for name in SPLITS}
+    began = said = time.perf_counter()
+    with ExitStack() as opened:
+        names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
+        files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
+        # closing ends the workers, also where writing fails
+        encoded = opened.enter_context(closing(results(encode, batches, workers)))
+        for split, tokens, count in itertools.chain.from_iterable(encoded):
+            counts[split].update(count)
+            files[f"{split}.bin"].write(tokens)
+            files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
+            if time.perf_counter() - said > REPORT_SECONDS:
+                said = time.perf_counter()
+                say(f"so far {_report(counts, said - began)}")
+    say(_report(counts, time.perf_counter() - began))
+    for split, count in counts.items():
+        count["tokens_sha256"] = sha256(directory / f"{split}.bin")
+        count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
+    return counts
+
+
+def _report(counts: dict[str, Counter], seconds: float) -> str:
+    done = sum(counts.values(), Counter())
+    return (
+        f"tokenised: {done['documents']:,} documents ({counts['validation']['documents']:,} of "
+        f"them for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens "
+        f"in {seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
     )
-    return tokenizer, ""
+
+
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
+    batch, size = [], 0
+    for split, document in documents:
+        batch.append((split, document))
+        size += len(document)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _encoder(
+    tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, are_pairs: bool
+) -> Callable[[Batch], list[tuple[str, bytes, dict[str, int]]]]:
+    """A function from a batch to the split, the tokens and the counts of each document. A document
+    is followed by EOS, and each text of a pair is.
+    """
+    encode = tokenizers.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
+    eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
+
+    def encode_document(document: str) -> tuple[bytes, dict[str, int]]:
+        tokens, counts = b"", Counter(documents=1)
+        for text in texts_of(document, are_pairs):
+            tokens += b"".join((*map(encode, tokenizers.pieces(text)), eos))
+            counts.update(bytes=len(text.encode()), words=len(text.split()))
+        return tokens, counts | {"tokens": len(tokens) // len(eos)}
+
+    return lambda batch: [(split, *encode_document(document)) for split, document in batch]
+
+
+def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:
+    """`task(job)` of each job, in the order of the jobs, computed by so many processes (0: one for
+    each core; 1: this process alone).
+
+    At most two jobs a worker are held at a time. An exception of the task is raised here. Raises
+    UserError if a worker is killed. The workers end when the generator does, or this process,
+    however that ends.
+    """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    workers = workers or len(cores)
+    if workers == 1:
+        yield from map(task, jobs)
+        return
+    # Forks start at once. They use no GPU, and none of the tokenizer's threads: neither survives a
+    # fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context = multiprocessing.get_context("fork")
+    pool, given = ProcessPoolExecutor(workers, context, _begin_worker, (task,)), deque()
+    try:
+        for job in jobs:
+            given.append(pool.submit(_do, job))
+            if len(given) == 2 * workers:
+                yield given.popleft().result()
+        while given:
+            yield given.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed; if memory is short, set a smaller data.workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(task: Callable) -> None:
+    global _task
+    _task = task
+    gc.freeze()  # it would look through all that this process has inherited, and copy it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    end_with_parent()
+
+
+def _do(job: object) -> object:
+    return _task(job)

@@ -1,20 +1,15 @@
 """Prepared data: what a directory of it holds, and its splits as samples or pairs of texts.
 
-For each split (train, validation) there are
-
-    train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
-    train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
-
-and for both
-
-    tokenizer/        what AutoTokenizer.from_pretrained reads
-    manifest.json     settings, counts and hashes
+train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
+train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
+validation.bin, validation.docs.bin
+tokenizer/        what AutoTokenizer.from_pretrained reads
+manifest.json     settings, counts and hashes
 """
 
 import hashlib
 import json
 import os
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -28,6 +23,8 @@ from torch import Tensor
 from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.common.files import has_sha256
 from mixer.common.parsing import read_json
+
+SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,10 @@ class Manifest:
     def load(cls, directory: str | Path) -> "Manifest":
         """Reads `directory`/manifest.json. Raises UserError if it is missing or damaged."""
         file = Path(directory) / "manifest.json"
-        if not file.is_file():
-            raise UserError(
-                f"{directory} holds no prepared data (no manifest.json); prepare it first, or "
-                "correct data.directory"
-            )
         again = f"copy it again, or delete {directory} and prepare again"
         values = read_json(file, again, required={"fingerprint": str})
         if values["fingerprint"] != fingerprint(values):
-            raise UserError(
-                f"{file} is not what preparing wrote (its fingerprint differs): {again}"
-            )
+            raise UserError(f"{file} is not what preparing wrote (another fingerprint): {again}")
         return cls.of(values)
 
     def verify(
@@ -93,22 +83,18 @@ class Manifest:
         tokenizer = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
         recorded = {f"tokenizer/{name}": value for name, value in tokenizer.items()}
         for split in splits:
-            counts = self.splits[split]
-            recorded[f"{split}.bin"] = counts.tokens_sha256
-            recorded[f"{split}.docs.bin"] = counts.documents_sha256
-        wrong = [
-            name
-            for name, value in recorded.items()
-            if not ((directory / name).is_file() and has_sha256(directory / name, value, say))
-        ]
+            recorded[f"{split}.bin"] = self.splits[split].tokens_sha256
+            recorded[f"{split}.docs.bin"] = self.splits[split].documents_sha256
         if self.tokenizer_files:  # a file that was added may change what the tokenizer does
-            found = {f"tokenizer/{file.name}" for file in directory.glob("tokenizer/*.json")}
-            wrong += found - recorded.keys()
-        if wrong:
-            raise UserError(
-                f"{directory / wrong[0]} is not what preparing wrote (its SHA-256 differs); put "
-                f"that back, or delete {directory} and prepare again"
-            )
+            for file in directory.glob("tokenizer/*.json"):
+                recorded.setdefault(f"tokenizer/{file.name}", "none")
+        for name, value in recorded.items():
+            file = directory / name
+            if not (file.is_file() and has_sha256(file, value, say)):
+                raise UserError(
+                    f"{file} is not what preparing wrote (its SHA-256 differs); put that back, or "
+                    f"delete {directory} and prepare again"
+                )
 
 
 def _known(kind: type, values: dict) -> Any:
@@ -123,42 +109,36 @@ def fingerprint(values: dict) -> str:
 
 
 class TokenFile:
-    """One split of prepared data as samples of `context` tokens. `len()` is the number of samples.
+    """One split of prepared data as samples of `context` tokens, read from the file when they are
+    asked for. Memory does not grow with what was read, and with the data only by 8 bytes a
+    document, where it is not packed.
 
-    Samples are read from the file when asked for. Memory does not grow with what was read, and with
-    the data only by 8 bytes a document, where it is not packed.
-
-    Packed (the setting the data was prepared with): sample i is tokens[i * context : (i + 1) *
-    context + 1], inputs all but its last, targets all but its first; so every token but the first
-    of the file is a target once, except for a rest shorter than the context at the very end.
+    packed (a setting of the data): sample i is tokens[i * context : (i + 1) * context + 1], inputs
+    all but its last, targets all but its first; so every token but the first of the file is a
+    target once, except for a rest shorter than the context at the very end.
     Otherwise: one document a row, padded with EOS; a longer document is cut into several rows, so
-    that each of its tokens but the first is a target exactly once, and rows never mix documents.
-    With the setting `cut`, a row has the first `context` tokens of a document, and the rest of it
-    is not used, nor its EOS.
+    that each of its tokens but the first is a target exactly once. With the setting `cut`, a row
+    has the first `context` tokens of a document, and the rest of it is not used, nor its EOS.
 
     Opening it compares the files with their SHA-256 (`Manifest.verify`). Raises UserError if the
-    data is missing or changed, or is shorter than one sample.
+    data is missing or changed, or has no sample.
     """
 
     def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):
         self.path, self.context = Path(directory) / split, context
         self.manifest = Manifest.load(directory)
         self.manifest.verify(directory, [split], say)
-        counts = self.manifest.splits[split]
+        self.counts, self.dtype = self.manifest.splits[split], np.dtype(self.manifest.dtype)
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
-        self.dtype = np.dtype(self.manifest.dtype)
-        self.files = {}
-        for kind in ("bin", "docs.bin"):
-            self.files[kind] = os.open(f"{self.path}.{kind}", os.O_RDONLY)
-            weakref.finalize(self, os.close, self.files[kind])
-        self.rows_before = None if self.packed else self._count_rows()
-        self.samples = (counts.tokens - 1) // context if self.packed else int(self.rows_before[-1])
-        if self.samples < 1:
+        self.files = {kind: open(f"{self.path}.{kind}", "rb") for kind in ("bin", "docs.bin")}
+        self.samples_before = self._samples_before()
+        if not len(self):
             raise UserError(
-                f"the {split} split of {directory} has {counts.tokens} tokens, and a context of "
-                f"{context} needs at least {context + 1}; choose a shorter context, or more text "
-                "(for validation, a larger data.validation_fraction) and another data.directory"
+                f"the {split} split of {directory} has {self.counts.tokens} tokens, and a context "
+                f"of {context} needs at least {context + 1} (a pair of passages: a document of "
+                f"{2 * context}); choose a shorter context, or more text (for validation, a larger "
+                "data.validation_fraction) and another data.directory"
             )
 
     @cached_property
@@ -170,14 +150,18 @@ class TokenFile:
         """(documents,) int64: where each document ends in the file, EOS included."""
         return np.fromfile(f"{self.path}.docs.bin", "<i8")
 
-    def _count_rows(self) -> np.ndarray:
-        """(documents + 1,): the rows before each document, and all; n tokens make n - 1 targets."""
+    def _samples_before(self) -> np.ndarray:
+        """(documents + 1,): the samples before each document, and all; packed text counts as one
+        document.
+        """
+        if self.packed:
+            return np.array([0, (self.counts.tokens - 1) // self.context])
         targets = np.diff(self.document_ends(), prepend=0) - 1
         rows = targets > 1 if self.cut else -(-targets // self.context)
         return np.concatenate([[0], np.cumsum(rows)])
 
     def __len__(self) -> int:
-        return self.samples
+        return int(self.samples_before[-1])
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the samples `indices`, each int64 (batch, context); padding has
@@ -195,17 +179,20 @@ class TokenFile:
 
     def span(self, index: int) -> tuple[int, int]:
         """Where sample `index` starts and ends in the file; at most context + 1 tokens."""
-        if self.packed:
-            return index * self.context, index * self.context + self.context + 1
-        document = int(np.searchsorted(self.rows_before, index, side="right")) - 1
-        begin, end = self.document(document)
-        start = begin + (index - int(self.rows_before[document])) * self.context
+        begin, end, number = self.document_of(index)
+        start = begin + number * self.context
         return start, min(start + self.context + (not self.cut), end - self.cut)
 
-    def document(self, number: int) -> tuple[int, int]:
-        """Where document `number` starts and ends in the file, EOS included."""
-        ends = self._read("docs.bin", np.dtype("<u8"), max(number - 1, 0), number + 1)
-        return int(ends[0]) if number else 0, int(ends[-1])
+    def document_of(self, index: int) -> tuple[int, int, int]:
+        """Where the document of sample `index` starts and ends in the file, EOS included, and which
+        of its samples this is.
+        """
+        document = int(np.searchsorted(self.samples_before, index, side="right")) - 1
+        number = index - int(self.samples_before[document])
+        if len(self.samples_before) == 2:  # packed, or indeed one document
+            return 0, self.counts.tokens, number
+        ends = self._read("docs.bin", np.dtype("<u8"), max(document - 1, 0), document + 1)
+        return int(ends[0]) if document else 0, int(ends[-1]), number
 
     def read(self, start: int, end: int) -> np.ndarray:
         """Tokens [start, end)."""
@@ -213,33 +200,24 @@ class TokenFile:
 
     def _read(self, kind: str, dtype: np.dtype, start: int, end: int) -> np.ndarray:
         """Not through a memory map, whose pages would count as this process's memory."""
-        size = dtype.itemsize
-        return np.frombuffer(os.pread(self.files[kind], (end - start) * size, start * size), dtype)
+        size, file = dtype.itemsize, self.files[kind].fileno()
+        return np.frombuffer(os.pread(file, (end - start) * size, start * size), dtype)
 
 
-class PairFile:
+class PairFile(TokenFile):
     """One split of prepared data as pairs of texts of at most `context` tokens each.
 
     Prepared with data.pair_field, a document is a pair: query, EOS, target, EOS. Others are cut
     into passages of `context` tokens, of which the first and second are a pair, the third and
     fourth, and so on; the rest at the end of a document is in none. Raises UserError as TokenFile
-    does, and where there is no pair.
+    does.
     """
 
-    def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):
-        self.file, self.context = TokenFile(directory, split, context, say), context
-        self.are_rows = "pair_field" in self.file.manifest.settings
-        sizes = np.diff(self.file.document_ends(), prepend=0) - 1  # without EOS
-        each = np.ones_like(sizes) if self.are_rows else sizes // (2 * context)
-        self.before = np.concatenate([[0], np.cumsum(each)])  # pairs before each document, and all
-        if not len(self):
-            raise UserError(
-                f"no document in the {split} split of {directory} has two passages of {context} "
-                "tokens; give longer documents, or a shorter model.max_position_embeddings"
-            )
-
-    def __len__(self) -> int:
-        return int(self.before[-1])
+    def _samples_before(self) -> np.ndarray:
+        sizes = np.diff(self.document_ends(), prepend=0) - 1  # without EOS
+        self.are_rows = "pair_field" in self.manifest.settings
+        pairs = np.ones_like(sizes) if self.are_rows else sizes // (2 * self.context)
+        return np.concatenate([[0], np.cumsum(pairs)])
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The queries and the targets of the pairs `indices`, each int64 (batch, context), with
@@ -253,12 +231,11 @@ class PairFile:
         return torch.from_numpy(texts[0]), torch.from_numpy(texts[1])
 
     def _pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        document = int(np.searchsorted(self.before, index, side="right")) - 1
-        start, end = self.file.document(document)
+        start, end, number = self.document_of(index)
         if self.are_rows:
-            tokens = self.file.read(start, end - 1)
-            middle = int((tokens == self.file.manifest.eos_token_id).argmax())
+            tokens = self.read(start, end - 1)
+            middle = int((tokens == self.manifest.eos_token_id).argmax())
             return tokens[:middle], tokens[middle + 1 :]
-        start += 2 * self.context * (index - int(self.before[document]))
-        tokens = self.file.read(start, start + 2 * self.context)
+        start += 2 * self.context * number
+        tokens = self.read(start, start + 2 * self.context)
         return tokens[: self.context], tokens[self.context :]

@@ -1,8 +1,8 @@
-"""Where documents come from: the parts of a source, which are files or a dataset of the hub, and
-the texts of a part.
+"""Where documents come from: local files, compressed or not, a dataset of the hub, or the source of
+Python's standard library.
 
-The parts, one after the other, give the texts in an order that does not change. Rows are read as a
-stream.
+A document is one `str`: the content of a file, or the text of a row. Sources are read as a stream
+and in an order that does not change, so memory use does not grow with the corpus.
 """
 
 import bz2
@@ -12,23 +12,32 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mixer.common.errors import UserError, first_line, say_on_stderr
+from mixer.common.errors import Say, UserError, first_line, say_on_stderr
+from mixer.common.files import sha256
 from mixer.data.config import DataConfig
 
-BETWEEN = "\0"  # the two texts of a pair, of which the first has none
-PARQUET_ROWS = 256  # read at once
-ROWS_WITHOUT_FIELD = 1000  # a part that begins with this many has another field for its text
+BETWEEN = "\0"  # the two texts of a pair; the first one has no such character
+MOST_MISSING = 0.1  # share of rows without the text field; with more, it is no field of all rows
+FIRST_ROWS = 1000  # without a text in so many, a corpus is refused before it is read to its end
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
+# What to do about a row that cannot be read.
+REMEDY = (
+    "correct it (iconv converts text to UTF-8), copy the file again if it is cut short, or name "
+    "another data.text_field (eval.py: --text-field); a dataset of the hub needs its exact names "
+    "and the network, and pip install backports.zstd for .zst files"
+)
 
 
 @dataclass(frozen=True)
@@ -37,11 +46,6 @@ class Part:
 
     config: DataConfig
     file: Path | None = None
-
-    @property
-    def name(self) -> str:
-        dataset = filter(None, (self.config.path, self.config.subset, self.config.split))
-        return str(self.file or f"hub dataset {' '.join(dataset)}")
 
 
 def source_parts(config: DataConfig) -> list[Part]:
@@ -52,39 +56,91 @@ def source_parts(config: DataConfig) -> list[Part]:
     return [Part(config, file) for file in files]
 
 
-def part_texts(part: Part) -> Iterator[str | None]:
-    """The text of each row or file of a part; None where there is none: a row without the text
-    field, a file of the builtin source that is not UTF-8. An empty line is an empty text.
+# --- documents ---------------------------------------------------------------
 
-    Raises UserError for text that is not UTF-8, a part in which no row has the text field, a field
-    that is not text, and whatever else cannot be read.
+
+def documents(
+    parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
+) -> Iterator[str]:
+    """The documents of the parts, the first `max_documents` of them. An empty text is none, nor is
+    white space, except with `blank`. Says at the end how many rows have no text.
+
+    Raises UserError for what cannot be read, too many rows without the text field, and where there
+    is no document.
     """
-    number = 1
-    try:
-        for text in READERS[part.config.source](part):
-            if not isinstance(text, str | None):
-                raise UserError(
-                    f"field {part.config.text_field!r} of row {number} of {part.name} holds "
-                    f"{type(text).__name__}, not text; give a field of text as data.text_field "
-                    "(eval.py: --text-field)"
-                )
-            if text:
-                text.encode()  # half of a surrogate pair, which JSON can spell, is no text
+    found, missing, fields = 0, 0, []
+    for text in itertools.chain.from_iterable(map(part_texts, parts)):
+        if isinstance(text, list):
+            missing, fields = missing + 1, fields or text
+            if missing == FIRST_ROWS and not found:
+                break
+        elif text and (blank or not text.isspace()):
+            found += 1
             yield text
+            if found == config.max_documents:
+                break
+    if not found + missing:
+        raise UserError(f"the corpus is empty: no document with text in {config.path}")
+    names = " or ".join(map(repr, filter(None, (config.text_field, config.pair_field))))
+    left_out = f"{missing:,} of {found + missing:,} entries of {config.path} have no text in field"
+    if missing > MOST_MISSING * (found + missing):
+        raise UserError(
+            f"{left_out} {names}; fields of the first: {', '.join(fields)}; at most "
+            f"{MOST_MISSING:.0%} may be left out. Give a field of all rows as data.text_field "
+            "(eval.py: --text-field), or remove the other rows"
+        )
+    if missing:
+        say(f"left out: {left_out} {names}")
+
+
+def part_texts(part: Part) -> Iterator[str | list[str]]:
+    """The text of each row or file of a part; of a row that lacks it, the names of its fields.
+
+    Raises UserError for text that is not UTF-8, and whatever else cannot be read.
+    """
+    number, config = 1, part.config
+    try:
+        for row in READERS[config.source](part):
+            yield _text(row, config)
             number += 1
-    except UserError:
-        raise
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
-        remedy = "correct it (iconv converts text to UTF-8), or copy it again if it is cut short"
-        if part.config.source == "hub":
-            remedy = "check its names and the network; for .zst files, pip install backports.zstd"
-            if os.path.exists(part.config.path):
-                remedy = "your own files need data.source=text, jsonl or parquet (eval.py: --text)"
-        place = f"row {number} of {part.name}"
-        raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
+        dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
+        place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
+        raise UserError(f"cannot read {place}: {first_line(error)}; {REMEDY}") from error
 
 
-# --- files, compressed or not ------------------------------------------------
+def _text(row: object, config: DataConfig) -> str | list[str]:
+    """The text of a row, of a pair both in one; the names of its fields where it lacks one."""
+    if not row:
+        return ""
+    if not isinstance(row, dict):
+        raise ValueError(f"it holds {type(row).__name__}, not an object")
+    texts = [row.get(name) for name in (config.text_field, config.pair_field) if name]
+    if None in texts:
+        return sorted(row)
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"the field for the text holds {type(text).__name__}, not text")
+        text.encode()  # half of a surrogate pair, which JSON can spell, is no text
+    if not config.pair_field:
+        return texts[0]
+    if not all(map(str.strip, texts)):
+        return ""
+    return texts[0].replace(BETWEEN, " ") + BETWEEN + texts[1]
+
+
+def texts_of(document: str, is_pair: bool) -> list[str]:
+    """The texts that a document is made of: itself, or query and target."""
+    return document.split(BETWEEN, 1) if is_pair else [document]
+
+
+def text_hash(text: str) -> int:
+    """64 bits, the same on every machine."""
+    data = text.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+# --- the rows of a part, each a dict -----------------------------------------
 
 
 def _open_zst(file: Path, mode: str) -> BinaryIO:
@@ -105,6 +161,56 @@ def _open(file: Path) -> BinaryIO:
     return OPENERS.get(file.suffix.lower(), open)(file, "rb")
 
 
+def _text_row(part: Part) -> Iterator[dict]:
+    with _open(part.file) as file:  # bytes, not text mode: line ends stay as they are
+        yield {part.config.text_field: file.read().decode("utf-8")}
+
+
+def _builtin_row(part: Part) -> Iterator[dict]:
+    with suppress(UnicodeDecodeError):  # a few tests of Python are not UTF-8 on purpose
+        yield from _text_row(part)
+
+
+def _json_rows(part: Part) -> Iterator[object]:
+    """A row a line, or all of the file one array of rows."""
+    with _open(part.file) as file:
+        if file.peek(4).removeprefix(codecs.BOM_UTF8).startswith(b"["):
+            yield from json.load(file)
+        else:
+            yield from (json.loads(line) if line.strip() else {} for line in file)
+
+
+def _parquet_rows(part: Part) -> Iterator[dict]:
+    from pyarrow.parquet import ParquetFile
+
+    wanted = [part.config.text_field, part.config.pair_field]
+    with ParquetFile(part.file) as file:
+        has_text = wanted[0] in file.schema_arrow.names
+        for batch in file.iter_batches(256, columns=wanted if has_text else None):
+            yield from batch.to_pylist()
+
+
+def _hub_rows(part: Part) -> Iterable[dict]:
+    from datasets import load_dataset, load_from_disk
+
+    path, config = part.config.path, part.config
+    if Path(path, "state.json").is_file():  # written by save_to_disk, which knows no splits
+        return load_from_disk(path)
+    return load_dataset(path, config.subset or None, split=config.split, streaming=True)
+
+
+READERS = {
+    "builtin": _builtin_row,
+    "text": _text_row,
+    "jsonl": _json_rows,
+    "parquet": _parquet_rows,
+    "hub": _hub_rows,
+}
+
+
+# --- files -------------------------------------------------------------------
+
+
 def local_files(config: DataConfig) -> list[Path]:
     """The files that `config.path` names, sorted, each once, however many links lead to it. A
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
@@ -114,15 +220,15 @@ def local_files(config: DataConfig) -> list[Path]:
     """
     path, suffixes = Path(config.path).expanduser(), SUFFIXES.get(config.source, ("",))
     wanted = f" ending in {', '.join(suffixes)}" if any(suffixes) else ""
-    files, others = set(), set()
+    named, inside = set(), set()
     try:
         for place in [path] if path.exists() else _matches(path):
             if place.is_file():
-                files.add(place)
-            for folder, names in _folders(place) if place.is_dir() else ():
-                kept = {folder / name for name in names if name.lower().endswith(suffixes)}
-                files |= {file for file in kept if stat.S_ISREG(file.stat().st_mode)}
-                others |= {folder / name for name in names} - kept
+                named.add(place)
+            elif place.is_dir():
+                inside |= {folder / name for folder, names in _folders(place) for name in names}
+        kept = {file for file in inside if file.name.lower().endswith(suffixes)}
+        files = named | {file for file in kept if stat.S_ISREG(file.stat().st_mode)}
     except OSError as error:
         problem = f"{error.filename} cannot be read ({error.strerror})"
         raise UserError(f"{problem}: give access to it, or leave it out") from None
@@ -131,7 +237,7 @@ def local_files(config: DataConfig) -> list[Path]:
             f"{config.path!r} is no file, no folder that holds a file{wanted}, and no "
             "glob that matches one; correct the path"
         )
-    if others := sorted(others - files):
+    if others := sorted(inside - kept - named):
         number = f"{len(others):,}, such as {others[0]}"
         say_on_stderr(f"left out of {config.path}: files not{wanted} ({number})")
     last_first = sorted(files, key=Path.as_posix, reverse=True)
@@ -158,8 +264,8 @@ def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
                 f"{folder} was written by save_to_disk of datasets: give data.source=hub "
                 f"data.path={folder} (eval.py: --hub {folder})"
             )
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield Path(folder), [name for name in names if not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        yield Path(folder), [name for name in names if name[0] != "."]
 
 
 def _matches(pattern: Path) -> list[Path]:
@@ -169,136 +275,38 @@ def _matches(pattern: Path) -> list[Path]:
         if part == "**":
             places = [folder for place in places for folder, _ in _folders(place)]
         elif glob.has_magic(part):
-            folders = filter(Path.is_dir, places)
-            inside = [(place, fnmatch.filter(os.listdir(place), part)) for place in folders]
-            places = [place / name for place, names in inside for name in names]
-            places = [place for place in places if part[0] == "." or place.name[0] != "."]
+            folders = [place for place in places if place.is_dir()]
+            inside = [place / name for place in folders for name in os.listdir(place)]
+            seen = [place for place in inside if part[0] == "." or place.name[0] != "."]
+            places = [place for place in seen if fnmatch.fnmatch(place.name, part)]
         else:
             places = [place / part for place in places if (place / part).exists()]
     return places
 
 
-def _file_text(part: Part) -> Iterator[str]:
-    with _open(part.file) as file:
-        yield file.read().decode("utf-8")  # bytes, not text mode: line ends stay as they are
-
-
-# --- the standard library, and the installed packages ------------------------
-
-
 def _builtin_files(config: DataConfig) -> list[Path]:
     """The same files in the same order on every machine with this Python (and these packages)."""
     paths = sysconfig.get_paths()
-    files = [
+    named = [
         (name, file)
-        for name, file in _python_files(Path(paths["stdlib"]))
+        for name, file in _python_files(paths["stdlib"])
         if not LEFT_OUT_OF_BUILTIN.intersection(Path(name).parts)
     ]
     if not config.subset:
-        return [file for _, file in sorted(files)]
-    for folder in {Path(paths[kind]).resolve() for kind in ("purelib", "platlib")}:
-        files += _python_files(folder)
+        return [file for _, file in sorted(named)]
+    for folder in {os.path.realpath(paths[kind]) for kind in ("purelib", "platlib")}:
+        named += _python_files(folder)
     # Sorting by a hash of the name mixes the packages: the first data.max_documents files are a
-    # sample of all packages.
-    mixed = sorted((text_hash(name), file) for name, file in files)
-    seen: dict[int, Path] = {}  # packages hold copies of each other's files
-    for _, file in mixed:
-        text = _python_text(file)
-        if text and not text.isspace():
-            seen.setdefault(text_hash(text), file)
-        if len(seen) == config.max_documents > 0:
-            break
-    return list(seen.values())
+    # sample of all packages. They hold copies of each other's files.
+    once: dict[str, Path] = {}
+    for _, file in sorted((text_hash(name), file) for name, file in named):
+        once.setdefault(sha256(file), file)
+    return list(once.values())
 
 
-def _python_files(folder: Path) -> list[tuple[str, Path]]:
+def _python_files(folder: str) -> list[tuple[str, Path]]:
     """(name, file) of each Python file below a folder. The name is relative to the folder, with
     posix separators, so that it sorts the same everywhere.
     """
-    files = (file for file in folder.rglob("*.py") if file.is_file())
+    files = (file for file in Path(folder).rglob("*.py") if file.is_file())
     return [(file.relative_to(folder).as_posix(), file) for file in files]
-
-
-def _python_text(file: Path) -> str | None:
-    """None if it is not UTF-8, as a few tests of the standard library are on purpose."""
-    try:
-        return file.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
-def text_hash(text: str) -> int:
-    """64 bits, the same on every machine."""
-    data = text.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-
-
-# --- rows: jsonl, parquet, hub -----------------------------------------------
-
-
-def _field_texts(part: Part, rows: Iterable[object]) -> Iterator[str | None]:
-    """The text field of each row, or both of its pair of texts; "" for an empty row."""
-    fields, found = (), False
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"it holds {type(row).__name__}, not an object")
-        fields, found = fields or row.keys(), found or part.config.text_field in row
-        if fields and not found and number >= ROWS_WITHOUT_FIELD:
-            break
-        yield _text(row, part.config) if row else ""
-    if fields and not found:
-        raise UserError(
-            f"{part.name} has no field {part.config.text_field!r}; its fields: "
-            f"{', '.join(sorted(fields))}. Give one of them as data.text_field "
-            "(eval.py: --text-field)"
-        )
-
-
-def _text(row: dict, config: DataConfig) -> object:
-    """What a row has in its text field; a pair as one text, if neither of the two lacks."""
-    text, partner = row.get(config.text_field), row.get(config.pair_field)
-    if not config.pair_field:
-        return text
-    lacking = [one for one in (text, partner) if not isinstance(one, str) or not one.strip()]
-    return lacking[0] if lacking else text.replace(BETWEEN, " ") + BETWEEN + partner
-
-
-def _json_texts(part: Part) -> Iterator[str | None]:
-    """A row a line, or all of the file one array of rows."""
-    with _open(part.file) as file:
-        if file.peek(4).removeprefix(codecs.BOM_UTF8).startswith(b"["):
-            rows = json.load(file)
-        else:
-            rows = (json.loads(line) if line.strip() else {} for line in file)
-        yield from _field_texts(part, rows)
-
-
-def _parquet_texts(part: Part) -> Iterator[str | None]:
-    from pyarrow.parquet import ParquetFile
-
-    wanted = [part.config.text_field, part.config.pair_field]
-    with ParquetFile(part.file) as file:
-        has_text = wanted[0] in file.schema_arrow.names
-        batches = file.iter_batches(PARQUET_ROWS, columns=wanted if has_text else None)
-        yield from _field_texts(part, (row for batch in batches for row in batch.to_pylist()))
-
-
-def _hub_texts(part: Part) -> Iterator[str | None]:
-    from datasets import load_dataset
-
-    path, split = part.config.path, part.config.split
-    if Path(path, "state.json").is_file():  # written by save_to_disk, which knows no splits
-        files = {split: f"{glob.escape(path)}/*.arrow"}
-        rows = load_dataset("arrow", data_files=files, split=split, streaming=True)
-    else:
-        rows = load_dataset(path, part.config.subset or None, split=split, streaming=True)
-    yield from _field_texts(part, rows)
-
-
-READERS = {
-    "builtin": lambda part: [_python_text(part.file)],
-    "text": _file_text,
-    "jsonl": _json_texts,
-    "parquet": _parquet_texts,
-    "hub": _hub_texts,
-}

@@ -31,10 +31,10 @@ STEP = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64, between two numbers of a 
 class TaskSamples:
     """One split of a task as samples of `context` tokens, in the place of a TokenFile.
 
-    A sample is a pure function of the task's settings, the split, the context and the sample's
-    index. It is made by arithmetic on 64-bit integers, and so is the same with every version of
-    numpy. Token 0 is EOS: the separator of a copy, and padding. The lower half of the other tokens
-    are keys, and the upper half are values and the random tokens around the pairs.
+    A sample is a pure function of the task's settings, the split, the context and its index, by
+    arithmetic on 64-bit integers, and so is the same with every version of numpy. Token 0 is EOS:
+    the separator of a copy, and padding. The lower half of the others are keys, the upper half
+    values and the random tokens around the pairs.
 
     Raises UserError for more pairs than the context or the vocabulary has room for.
     """
@@ -103,23 +103,26 @@ def _shuffled(drawn: np.ndarray, count: int) -> np.ndarray:
     return np.argsort(drawn, axis=1, kind="stable")[:, :count]
 
 
-def task_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Token 17 is the word 17."""
-    words = {END_OF_TEXT: 0} | {str(number): number for number in range(1, vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
-
-
 def open_task(
     config: DataConfig, context: int
 ) -> tuple[Manifest, list[TaskSamples], PreTrainedTokenizerFast]:
     """A task in the place of prepared data: what its manifest would say, both splits, and the
     tokenizer. Raises UserError for settings that do not go together.
+
+    The documents of the manifest are the samples, and its tokens are the answers. Its hashes are
+    those of the first samples, and tell whether a later version makes the same ones.
     """
     check(config)
-    splits = {name: TaskSamples(config, name, context) for name in SAMPLES}
-    tokenizer = task_tokenizer(config.vocab_size)
+    splits, recorded = [TaskSamples(config, split, context) for split in SAMPLES], {}
+    for split, samples in zip(SAMPLES, splits, strict=True):
+        first = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
+        answers = len(samples) * int(samples.answers.sum())
+        counts = SplitManifest(len(samples), 0, 0, answers, first.hexdigest(), "")
+        recorded[split] = asdict(counts)
+    words = {END_OF_TEXT: 0} | {str(number): number for number in range(1, config.vocab_size)}
+    backend = Tokenizer(models.WordLevel(words))  # token 17 is the word 17
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
     specification = tokenizer.backend_tokenizer.to_str()
     manifest = {
         "dtype": "int64",
@@ -127,15 +130,6 @@ def open_task(
         "eos_token_id": 0,
         "tokenizer_sha256": hashlib.sha256(specification.encode()).hexdigest(),
         "settings": {name: getattr(config, name) for name in ("source", "vocab_size", "pairs")},
-        "splits": {name: _recorded(samples) for name, samples in splits.items()},
+        "splits": recorded,
     }
-    return Manifest.of(manifest), list(splits.values()), tokenizer
-
-
-def _recorded(samples: TaskSamples) -> dict[str, int | str]:
-    """What a manifest says of a split. Its documents are the samples, and its tokens the answers;
-    the first samples tell whether a later version makes the same ones.
-    """
-    first = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
-    answers = len(samples) * int(samples.answers.sum())
-    return asdict(SplitManifest(len(samples), 0, 0, answers, first.hexdigest(), ""))
+    return Manifest.of(manifest), splits, tokenizer

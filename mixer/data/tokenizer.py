@@ -1,5 +1,5 @@
-"""The tokenizer: trains a byte-level BPE on a corpus or loads an existing one, and encodes raw text
-with it.
+"""The tokenizer: a byte-level BPE that is trained on a corpus, or an existing one; and how raw text
+becomes its tokens.
 """
 
 import json
@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,11 @@ from transformers.utils import cached_file
 from mixer.common.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
-# Characters. Longer documents are tokenised piece by piece, so that one huge file does not fill the
-# memory.
-PIECE = 1 << 20
+PIECE = (
+    1 << 20
+)  # characters tokenised at a time, so that one huge document does not fill the memory
 SAMPLE_BYTES = 100_000_000  # of text, at most, that a BPE is trained on
-# The trainer takes time quadratic in the longest run without a break (a line of base64, say), so it
-# gets shorter ones.
-TRAINING_PIECE = 1 << 12
+TRAINING_PIECE = 1 << 12  # the trainer's time is quadratic in the longest run without a break
 # The trainer keeps each distinct word, in about 80 times its bytes. 100 MB of source code have 2 MB
 # of distinct words, 100 MB of a language without spaces nearly 100.
 DISTINCT_BYTES = 16_000_000
@@ -34,7 +31,11 @@ DISTINCT_WORD = re.compile(r"[A-Za-z]+|[^\sA-Za-z]+")  # about the trainer's
 # the text: that pattern also ends a token before white space, and between an ASCII letter and
 # another ASCII character. \x1c-\x1f are white space to Python, but not to that pattern.
 WORD = re.compile(r" ?[A-Za-z]++(?![^\x00-@\[-`{-\x7f])|\s*[\S\x1c-\x1f]+|\s+")
+GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 KEPT_BYTES = 50_000_000  # of words and their tokens; those of 30 MB of English take half as much
+
+
+# --- an existing tokenizer ---------------------------------------------------
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
@@ -57,38 +58,33 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a local directory or the hub. Raises UserError if it cannot be had, is not a
     fast one, or has code of its own, which is never run.
     """
+    options = {"trust_remote_code": False, "local_files_only": Path(name).is_dir()}
     try:
-        return _read_tokenizer(name)
+        if own_code := get_tokenizer_config(name, **options).get("auto_map"):
+            raise ValueError(f"it has code of its own, {own_code!s:.60}, which is never run")
+        found = cached_file(
+            name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options
+        )
+        # AutoTokenizer would put parts of a class that it knows in place of the file's.
+        kind = PreTrainedTokenizerFast if found else AutoTokenizer
+        tokenizer = kind.from_pretrained(name, **options)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ValueError("it has no fast version")
     # Transformers, the hub client and the network each raise their own kinds.
     except Exception as error:
-        problem = error if isinstance(error, UserError) else first_line(error)
         raise UserError(
-            f"tokenizer {name!r} cannot be read: {problem}; give the name of a hub repository, or "
-            "a directory with tokenizer.json and a tokenizer_config.json that names the EOS token"
+            f"tokenizer {name!r} cannot be read: {first_line(error)}; give the name of a hub "
+            "repository, or a directory with tokenizer.json and a tokenizer_config.json that names "
+            "the EOS token. A tokenizer.model alone needs a package: pip install sentencepiece"
         ) from error
-
-
-def _read_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    if Path(name).is_file():
-        raise UserError("it is a file")
-    options = {"local_files_only": Path(name).is_dir()}
-    if own_code := get_tokenizer_config(name, **options).get("auto_map"):
-        raise UserError(f"it has code of its own (auto_map: {own_code!s:.60}), which is never run")
-    options["trust_remote_code"] = False
-    if cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options):
-        # AutoTokenizer would put parts of a class that it knows in place of the file's.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
-    elif any(Path(name).glob("*.model")) and find_spec("sentencepiece") is None:
-        raise UserError("its sentencepiece model needs a package: pip install sentencepiece")
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise UserError("it has no fast version")
     if tokenizer.eos_token is None:
         with suppress(Exception):  # of an old one, such as GPT-2's, transformers knows it
             known = AutoTokenizer.from_pretrained(name, **options).eos_token
             tokenizer.eos_token = known if known in tokenizer.get_vocab() else None
     return tokenizer
+
+
+# --- training ----------------------------------------------------------------
 
 
 def training_sample(texts: Iterable[str]) -> Iterator[str]:
@@ -130,9 +126,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
-        # the clean-up would eat spaces before punctuation on decoding
-        clean_up_tokenization_spaces=False,
+        clean_up_tokenization_spaces=False,  # it would eat spaces before punctuation on decoding
     )
+
+
+def pieces(text: str, most: int = PIECE) -> Iterator[str]:
+    """`text` cut into pieces of at most `most` characters, after a line's end where there is one;
+    mostly just `text` itself.
+    """
+    start = 0
+    while len(text) - start > most:
+        end = text.rfind("\n", start, start + most) + 1 or start + most
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+# --- tokens of raw text ------------------------------------------------------
 
 
 def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[list[int]]]:
@@ -199,22 +209,19 @@ def _cuts_words_as_gpt2(specification: dict) -> bool:
     """Whether `WORD` holds: a BPE without dropout, which is random, on the raw text cut by GPT-2's
     pattern, without added tokens, which may hold white space.
     """
-    cut = specification["pre_tokenizer"] or {}
+    model, cut = specification["model"], specification["pre_tokenizer"] or {}
     return (
-        specification["normalizer"] is None
-        and cut.get("type") == "ByteLevel"
-        and not cut["add_prefix_space"]
-        and cut.get("use_regex", True)
-        and specification["model"]["type"] == "BPE"
-        and not specification["model"].get("dropout")
+        (model["type"], model.get("dropout"), specification["normalizer"]) == ("BPE", None, None)
+        and GPT2_PATTERN.items() <= cut.items()
         and all(token["special"] for token in specification["added_tokens"])
     )
 
 
+# --- what tokens stand for ---------------------------------------------------
+
+
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the largest id: what a model's embedding needs (ids of a vocabulary may have
-    holes).
-    """
+    """One more than the largest id: what an embedding needs (a vocabulary's ids may have holes)."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -239,9 +246,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
 
 
 def loss_of_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> str:
-    """What a tokenizer loses of the first texts, in words; empty if nothing.
-
-    Counted are the characters that are missing in what its tokens decode to.
+    """What a tokenizer loses of the first texts, in words: the characters that are missing in what
+    its tokens decode to. Empty if nothing.
     """
     encode, decode = raw_encoder(tokenizer), tokenizer.backend_tokenizer.decode
     lost, read = Counter(), 0
@@ -258,15 +264,3 @@ def loss_of_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> st
         f"the tokenizer loses {lost.total() / read:.2%} of the characters of a sample ({most}...): "
         "bits per byte of the text look too low"
     )
-
-
-def pieces(text: str, most: int = PIECE) -> Iterator[str]:
-    """`text` cut into pieces of at most `most` characters, after a line's end where there is one;
-    mostly just `text` itself.
-    """
-    start = 0
-    while len(text) - start > most:
-        end = text.rfind("\n", start, start + most) + 1 or start + most
-        yield text[start:end]
-        start = end
-    yield text[start:]

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.corpus import documents
 from mixer.data.prepared import TokenFile
-from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
+from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 

@@ -1,17 +1,182 @@
-"""Where documents come from: real files and the real `datasets` library."""
+"""Sources of documents and their splits: real files, however they are named, compressed and linked,
+and the real `datasets` library. Nothing is left out without a word.
+"""
 
 import dataclasses
+import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from texts import corpus, documents_of, quiet
+from texts import (
+    COMPRESSIONS,
+    HARD,
+    config_of,
+    corpus,
+    decoded_documents,
+    documents_of,
+    made_texts,
+    quiet,
+)
 
+import mixer
 from mixer.common.errors import UserError
+from mixer.data import prepare as preparation
 from mixer.data.config import DataConfig
-from mixer.data.prepare import prepare
+from mixer.data.prepare import Corpus, prepare
+from mixer.data.prepared import Manifest
+from mixer.training.config import load_config
+
+WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
+
+
+def lines(rows: list) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def settings(path, **changes) -> DataConfig:
+    return DataConfig(source="jsonl", path=str(path), vocab_size=300, workers=1, **changes)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_lines_are_read_alike_whatever_compresses_them(tmp_path, suffix):
+    """Also where another field changes its type late, and after a byte order mark."""
+    file = tmp_path / f"rows.jsonl{suffix}"
+    rows = [{"text": f"document {n}", "note": None} for n in range(2000)]
+    rows += [{"text": HARD, "note": "text"}, {"text": "x" * 5000, "note": [3, {}]}, {"text": "end"}]
+    data = b"\xef\xbb\xbf" + lines(rows[:1]) + b"\n" + lines(rows[1:])
+    file.write_bytes(COMPRESSIONS[suffix](data))
+    assert documents_of(settings(tmp_path)) == [row["text"] for row in rows]
+    text = DataConfig(source="text", path=str(file))
+    assert documents_of(text) == [data.decode()]
+    for line, problem in ((b'{"text": "\\ud83d"}\n', "surrogates"), (b'{"text": \n', "Expecting")):
+        file.write_bytes(COMPRESSIONS[suffix](data + line + lines(rows)))
+        with pytest.raises(UserError, match=f"cannot read row 2005 of {file}: .*{problem}"):
+            documents_of(settings(file))
+    file.write_bytes(COMPRESSIONS[suffix](data)[:-30])
+    with pytest.raises(UserError, match=f"cannot read .*{file}: .*cut short"):
+        documents_of(settings(file))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_rows_is_read_too(tmp_path, indent):
+    rows = [{"text": "one"}, {"text": "two", "n": 3}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=indent))
+    assert documents_of(settings(tmp_path)) == ["one", "two"]
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A folder with a folder, a link to another one, and links in a circle."""
+    for name in ("corpus/a/deep", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for number, name in enumerate(("corpus/a/deep/p.jsonl", "elsewhere/q.jsonl", "corpus/r.jsonl")):
+        (tmp_path / name).write_bytes(lines([{"text": f"document {number}"}]))
+    (tmp_path / "corpus/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/a/circle").symlink_to(tmp_path / "corpus")
+    (tmp_path / "elsewhere/circle").symlink_to(tmp_path / "corpus")
+    (tmp_path / "corpus/c.jsonl").symlink_to(tmp_path / "corpus/r.jsonl")
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("names", ["", "/*", "/**", "/**/*", "/**/*.jsonl", "/../c*/**/*.jsonl"])
+def test_every_way_of_naming_files_finds_the_same(linked, names):
+    assert sorted(documents_of(settings(f"{linked}{names}"))) == [f"document {n}" for n in range(3)]
+
+
+def test_what_is_not_read_in_a_folder_is_said_or_refused(linked, capsys):
+    (linked / "a/more.jsonl.7z").touch()
+    (linked / "a/.hidden").touch()
+    documents_of(settings(linked))
+    assert f"left out of {linked}: files not ending in .jsonl, " in capsys.readouterr().err
+    (linked / "a/gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(UserError, match="a/gone.jsonl cannot be read .No such file"):
+        documents_of(settings(linked))
+
+
+def test_a_folder_without_permission_is_named(linked):
+    (linked / "a/deep").chmod(0)
+    give_up = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    give_up = give_up if os.getuid() == 0 else []
+    if give_up and (not shutil.which("setpriv") or subprocess.run([*give_up, "true"]).returncode):
+        pytest.skip("root without setpriv")
+    program = (  # without the package's own imports, which take seconds
+        "import sys, types\nmixer = sys.modules['mixer'] = types.ModuleType('mixer')\n"
+        f"mixer.__path__ = {mixer.__path__}\nfrom mixer.data.sources import *\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: print(local_files(DataConfig(source='jsonl', path=path)))\n"
+        "    except UserError as error: print(error)\n"
+    )
+    paths = [f"{linked}{names}" for names in ("", "/**/*.jsonl", "/*", "/a/*/*.jsonl")]
+    found = subprocess.check_output([*give_up, sys.executable, "-c", program, *paths], text=True)
+    assert found.count("/a/deep cannot be read (Permission denied)") == len(paths), found
+
+
+@pytest.mark.parametrize("missing", [40, 5])
+def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsys, missing):
+    rows = [{"text": f"document {n}"} for n in range(100 - missing)] + [{"text": " "}, {"text": ""}]
+    rows += [{"content": "other"}, {"text": None}] * (missing // 2) + [{}] * (missing % 2)
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
+    config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "data/d")), []
+    if missing > 10:
+        with pytest.raises(UserError, match="40 of 100 entries .* have no text in field"):
+            prepare(config)
+        assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
+        return
+    assert len(documents_of(config)) == 95
+    prepare(config, said.append)
+    expected = f"left out: 4 of 99 entries of {config.path} have no text in field 'text'"
+    assert expected in said and expected in capsys.readouterr().err
+
+
+def test_a_failed_preparation_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 200)
+    rows = [{"text": f"document {n}"} for n in range(100)] + [{"text": 3}]
+    (tmp_path / "bad.jsonl").write_bytes(lines(rows))
+    for workers in (1, 2):
+        config = settings(tmp_path / "bad.jsonl", directory=str(tmp_path / "d/e"))
+        with pytest.raises(UserError, match="row 101 of .* holds int"):
+            prepare(dataclasses.replace(config, workers=workers), quiet)
+        assert [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["recipe", "comparison"])
+def test_the_shipped_configurations_take_a_validation_text_of_ones_own(tmp_path, name):
+    for file in ("train", "held-out"):
+        (tmp_path / f"{file}.jsonl").write_bytes(lines([{"text": f"{file} one"}]))
+    given = f"source=jsonl path={tmp_path}/train.jsonl vocab_size=300 directory={tmp_path}/d"
+    given = [f"data.{one}" for one in given.split()]
+    given += [f"data.validation_path={tmp_path}/held-out.jsonl"]
+    config = load_config(f"configs/{name}.yaml", given).data
+    manifest = prepare(config, quiet)
+    assert [split.documents for split in manifest.splits.values()] == [1, 1]
+    other = dataclasses.replace(config, validation_fraction=0.3)  # which is not used
+    assert prepare(other, quiet) == manifest
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_the_training_text_under_another_name_is_no_validation_text(tmp_path, link):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}, {"text": "two"}]))
+    link(tmp_path / "rows.jsonl", tmp_path / "other.jsonl")
+    changes = {"validation_path": f"{tmp_path}/other.jsonl", "directory": f"{tmp_path}/d"}
+    with pytest.raises(UserError, match="rows.jsonl belongs to both data.path and data.validation"):
+        prepare(settings(tmp_path / "rows.jsonl", **changes), quiet)
+
+
+def test_a_dataset_saved_to_disk_is_named_where_it_is_no_source(tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
+    for source in ("jsonl", "parquet", "text"):
+        with pytest.raises(UserError, match="saved was written by save_to_disk.*data.source=hub"):
+            documents_of(DataConfig(source=source, path=str(tmp_path)))
+
+
+# --- other sources -----------------------------------------------------------
 
 
 def test_builtin_corpus_is_prepared_from_the_running_python(tmp_path):
@@ -24,7 +189,6 @@ def test_builtin_corpus_is_prepared_from_the_running_python(tmp_path):
 
 
 def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp_path, monkeypatch):
-    folders = {name: tmp_path / name for name in ("stdlib", "purelib")}
     files = {
         "stdlib/os.py": "system",
         "stdlib/site-packages/seen_twice.py": "of another environment",
@@ -37,16 +201,16 @@ def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    paths = {name: str(folder) for name, folder in folders.items()} | {
-        "platlib": str(folders["purelib"])
-    }
+    paths = {"stdlib": f"{tmp_path}/stdlib"} | dict.fromkeys(
+        ("purelib", "platlib"), f"{tmp_path}/purelib"
+    )
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
     everything = documents_of(DataConfig(subset="packages"))
     assert sorted(everything) == ["first a", "system", "third"]
     assert documents_of(DataConfig(subset="packages", max_documents=2)) == everything[:2]
     assert documents_of(DataConfig()) == ["system"]
     # the order is that of the names below the folder
-    shutil.move(folders["purelib"], tmp_path / "elsewhere")
+    shutil.move(tmp_path / "purelib", tmp_path / "elsewhere")
     paths["purelib"] = paths["platlib"] = str(tmp_path / "elsewhere")
     assert documents_of(DataConfig(subset="packages")) == everything
 
@@ -56,13 +220,6 @@ def test_text_is_one_document_a_file(tmp_path):
     (folder / ".hidden").write_text("no")
     (folder / "empty.txt").write_text(" \n")
     assert documents_of(DataConfig(source="text", path=str(folder))) == ["first\r\n", "second"]
-
-
-TEXT_FILES = {
-    "latin.txt": b"caf\xe9",
-    "blank.txt": b"\n",
-    "rows.jsonl": b'{"body": "x", "id": 3}\n',
-}
 
 
 @pytest.mark.parametrize(
@@ -75,13 +232,114 @@ TEXT_FILES = {
         ("source=text path=latin.txt", "latin.txt: .*0xe9 in position 3.*iconv"),
         ("source=text path=blank.txt", "corpus is empty"),
         ("source=parquet path=.", "no folder that holds a file ending in .parquet"),
-        ("source=jsonl path=rows.jsonl", "no field 'text'; its fields: body, id"),
+        ("source=jsonl path=rows.jsonl", "no text in field 'text'; fields of the first: body, id"),
         ("source=jsonl path=rows.jsonl text_field=id", "holds int, not text"),
     ],
 )
 def test_source_errors_say_what_to_do(tmp_path, monkeypatch, settings, problem):
     monkeypatch.chdir(tmp_path)
-    for name, content in TEXT_FILES.items():
-        Path(name).write_bytes(content)
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("blank.txt").write_text("\n")
+    Path("rows.jsonl").write_text('{"body": "x", "id": 3}\n')
     with pytest.raises(UserError, match=problem):
         documents_of(DataConfig(**dict(setting.split("=") for setting in settings.split())))
+
+
+# --- splits: no text is in both, and none changes sides -----------------------
+
+
+def test_no_copy_of_a_validation_document_is_trained_on(tmp_path):
+    texts = made_texts(300)
+    mixed = [texts[0], *texts, *reversed(texts), HARD]
+    manifest = prepare(config_of(tmp_path, mixed), quiet)
+    train, held_out = (decoded_documents(tmp_path / "prepared", split) for split in manifest.splits)
+    assert len(train) + len(held_out) == len(mixed)
+    assert not set(train) & set(held_out)
+    assert texts[0] in train and texts[1] in held_out  # fixed, so that there is one of each
+    assert 0.05 < len(held_out) / len(mixed) < 0.15  # 0.1 is asked
+
+
+def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path):
+    texts = made_texts(60)
+    prepare(config_of(tmp_path / "all", texts), quiet)
+    prepare(config_of(tmp_path / "half", texts[:30]), quiet)
+    for split in ("train", "validation"):
+        of_half = decoded_documents(tmp_path / "half" / "prepared", split)
+        of_all = decoded_documents(tmp_path / "all" / "prepared", split)
+        assert of_half == of_all[: len(of_half)]
+
+
+def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
+    config = config_of(tmp_path, made_texts(2), validation_fraction=0.001)
+    assert [split.documents for split in prepare(config, quiet).splits.values()] == [1, 1]
+    for name, texts in (("single", made_texts(1)), ("copies", made_texts(1) * 3)):
+        refused = config_of(tmp_path / name, texts)
+        with pytest.raises(UserError, match="documents for train alone.*Give more documents"):
+            prepare(refused, quiet)
+        assert not Path(refused.directory).exists()
+
+
+def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("mixer.data.prepare.BATCH_CHARACTERS", 3000)  # several batches
+    texts = [*made_texts(40), made_texts(1)[0], HARD]
+    config = config_of(tmp_path, texts, validation_documents=7, workers=2)
+    prepare(config, quiet)
+    assert decoded_documents(config.directory, "validation") == texts[:7]
+    assert decoded_documents(config.directory, "train") == texts[7:]
+    none = dataclasses.replace(config, validation_documents=42, directory=str(tmp_path / "none"))
+    with pytest.raises(UserError, match="for validation alone.*a smaller data.validation_docum"):
+        prepare(none, quiet)
+
+
+def test_a_validation_text_of_its_own_is_all_of_the_validation_split(tmp_path):
+    train, held_out = made_texts(20), [*made_texts(3, seed=1), HARD]
+    train.append(held_out[0])  # a copy does not change sides
+    own = dict(validation_path=str(corpus(tmp_path / "held out", held_out)), max_documents=21)
+    config = config_of(tmp_path, train, **own)
+    manifest = prepare(config, quiet)
+    for split, texts in (("train", train), ("validation", held_out)):
+        assert decoded_documents(config.directory, split) == texts
+        assert manifest.splits[split].documents == len(texts)
+    one = dataclasses.replace(config, max_documents=1, directory=str(tmp_path / "one"))
+    assert [split.documents for split in prepare(one, quiet).splits.values()] == [1, 4]
+
+
+def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n')
+    (tmp_path / "test.jsonl").write_text('{"text": "held out"}\n')
+    rows = settings(tmp_path / "tr*.jsonl", validation_path=str(tmp_path / "test.jsonl"))
+    hub = DataConfig(source="hub", path=str(tmp_path), validation_split="test")
+    for config in (rows, hub):
+        found = list(Corpus(config).documents(quiet))
+        assert found == [("validation", "held out"), ("train", "a b"), ("train", "c")]
+
+
+def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_path):
+    path = str(corpus(tmp_path / "texts", ["a", "b"]))
+    settings = dict(source="text", path=path, directory=str(tmp_path / "prepared"))
+
+    def refused(match, **changes):
+        with pytest.raises(UserError, match=match):
+            prepare(DataConfig(**(settings | changes)), lambda line: pytest.fail(line))
+        assert not (tmp_path / "prepared").exists()
+        assert not list(tmp_path.glob("prepared.partial-*"))
+
+    refused("missing' is no file", validation_path=str(tmp_path / "missing"))
+    (tmp_path / "blank.txt").write_text("\n")
+    refused("no document with text in .*blank", validation_path=str(tmp_path / "blank.txt"))
+    refused("source 'builtin' does not read", source="builtin", path="", validation_path=path)
+    refused("source .hub. does not read; .* jsonl", source="hub", validation_path="test")
+    refused("validation_split is .test.*; allowed with data.source hub", validation_split="test")
+    refused("both 'train'", source="hub", validation_split="train")
+    (tmp_path / "texts" / "train.jsonl").write_text('{"text": "a"}\n')
+    refused("texts nope: .*Bad split", source="hub", validation_split="nope")
+
+
+def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):
+    shutil.copytree(WRITTEN_BEFORE / "data", tmp_path / "data")
+    before = Manifest.load(tmp_path / "data")
+    config = DataConfig(**before.settings, directory=str(tmp_path / "data"))
+    assert prepare(config, lambda line: pytest.fail(line)) == before
+    with pytest.raises(UserError, match="data.validation_path: prepared with '', now 'other'"):
+        changed = dict(validation_path="other", validation_fraction=0.01)
+        prepare(dataclasses.replace(config, **changed), quiet)

@@ -1,18 +1,27 @@
-"""Token files: samples have every token once as a target, and a damaged file is refused."""
+"""Token files: samples have every token once as a target, their order is another permutation each
+epoch, damage is refused, and ten billion tokens take little time and memory.
+"""
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from texts import config_of, made_texts, quiet
 
 from mixer.common.errors import UserError
+from mixer.common.files import note_of
+from mixer.data.batches import SampleOrder
 from mixer.data.prepare import prepare
-from mixer.data.prepared import Manifest, TokenFile
+from mixer.data.prepared import Manifest, TokenFile, fingerprint
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
+
+TOKENS = 10_000_000_000  # of a sparse file, which takes no space
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +54,7 @@ def test_packed_samples_make_every_token_but_the_first_a_target_once(prepared):
 def test_exactly_one_sample_fits_in_context_plus_one_tokens(prepared):
     tokens = Manifest.load(prepared).splits["validation"].tokens
     assert len(TokenFile(prepared, "validation", tokens - 1)) == 1
-    with pytest.raises(
-        UserError,
-        match=f"has {tokens} tokens, and a context of {tokens} needs at least {tokens + 1}",
-    ):
+    with pytest.raises(UserError, match=f"has {tokens} tokens.* needs at least {tokens + 1}"):
         TokenFile(prepared, "validation", tokens)
 
 
@@ -111,5 +117,80 @@ def test_damaged_files_are_refused_on_opening(damaged):
             refused(name, changed)
     TokenFile(damaged, "train", 8)
     (damaged / "manifest.json").unlink()
-    with pytest.raises(UserError, match="no manifest.json"):
+    with pytest.raises(UserError, match="manifest.json cannot be read"):
         TokenFile(damaged, "train", 8)
+
+
+# --- the order ---------------------------------------------------------------
+
+
+def test_the_order_is_the_same_everywhere_and_for_ever():
+    """Frozen: a change here would change what every resumed run trains on."""
+    assert SampleOrder(100, seed=0).indices(0, 10).tolist() == FROZEN_100
+    assert SampleOrder(10**10 // 512, seed=3).indices(10**9, 4).tolist() == FROZEN_LARGE
+
+
+FROZEN_100 = [44, 99, 19, 14, 21, 88, 93, 59, 55, 43]
+FROZEN_LARGE = [7707422, 7980967, 2699730, 15822793]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097])
+def test_an_epoch_has_each_sample_once_whatever_their_number(samples):
+    for epoch in range(3):
+        assert sorted(SampleOrder(samples, seed=1).indices(epoch * samples, samples)) == list(
+            range(samples)
+        )
+
+
+def test_the_position_is_all_that_a_resume_needs():
+    whole = SampleOrder(37, seed=0).indices(0, 200)
+    assert whole.dtype == np.int64
+    for step in (1, 5, 64):  # whatever the batch size, and wherever it starts
+        parts = [
+            SampleOrder(37, 0).indices(start, min(step, 200 - start))
+            for start in range(0, 200, step)
+        ]
+        assert np.array_equal(np.concatenate(parts), whole)
+    assert len(SampleOrder(37, 0).indices(5, 0)) == 0
+
+
+# --- ten billion tokens ------------------------------------------------------
+
+
+def enlarge(directory: Path) -> None:
+    """Gives prepared data a training split of ten billion tokens, all 0, of 1000 tokens a document.
+    It counts as compared with its SHA-256, which would take a minute.
+    """
+    os.truncate(directory / "train.bin", 0)
+    os.truncate(directory / "train.bin", 2 * TOKENS)
+    np.arange(1000, TOKENS + 1, 1000, dtype="<u8").tofile(directory / "train.docs.bin")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    train = manifest["splits"]["train"]
+    train |= {"tokens": TOKENS, "documents": TOKENS // 1000}
+    manifest["fingerprint"] = fingerprint(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    for name, kind in (("train.bin", "tokens"), ("train.docs.bin", "documents")):
+        note = note_of(directory / name, train[f"{kind}_sha256"])
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_opening_and_reading_ten_billion_tokens_takes_little_time_and_memory(tmp_path, packed):
+    prepare(config_of(tmp_path, made_texts(20), packed=packed), quiet)
+    enlarge(tmp_path / "prepared")
+    process, began = psutil.Process(), time.monotonic()
+    before = process.memory_info().rss  # with shared pages of files
+    data = TokenFile(tmp_path / "prepared", "train", 512)
+    order = SampleOrder(len(data), seed=0)
+    inputs, targets = data.batch(order.indices(0, 64))
+    assert time.monotonic() - began < 10
+    assert len(data) == ((TOKENS - 1) // 512 if packed else TOKENS // 1000 * 2)
+    for position in range(64, 64 * 300, 64):
+        data.batch(order.indices(position, 64))
+    # 300 MB were read; where the rows of all documents begin are 80 MB.
+    assert (process.memory_info().rss - before) / 2**20 < 150
+    assert inputs.shape == (64, 512)
+    # A document has 999 targets, 512 of them in its first row.
+    full = [512 if packed or index % 2 == 0 else 487 for index in order.indices(0, 64)]
+    assert (targets != -100).sum(1).tolist() == full

@@ -258,7 +258,10 @@ def test_an_unreadable_tokenizer_is_named(root, tmp_path):
         ({"window": 0, "stride": 0}, "window = 0; allowed: 1 or more; stride = 0; allowed: 1 or"),
         ({"window": 8, "stride": 9}, "stride 9 is outside 1..8"),
         ({"text": []}, "on data that it does not name.*: give --data DIR, --text FILE"),
-        ({"text": ["rows.jsonl"]}, "has no field 'text'; its fields: content.*: --text-field"),
+        (
+            {"text": ["rows.jsonl"]},
+            "no text in .*; fields of the first: content.*: --text-field",
+        ),
         ({"text": ["short.txt"]}, "short.txt is shorter than 2 tokens, so nothing can be pred"),
     ],
 )

@@ -1,17 +1,35 @@
 """Texts that the tests of the data part make, prepare and read back."""
 
+import bz2
+import gzip
+import lzma
 import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 
 from mixer.data.config import DataConfig, check
-from mixer.data.corpus import documents
 from mixer.data.prepared import Manifest
-from mixer.data.sources import source_parts
+from mixer.data.sources import documents, source_parts
 from mixer.data.tokenizer import load_tokenizer
 
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
+
+
+def zstd(data: bytes) -> bytes:
+    """In two frames, as parallel compressors write them."""
+    codec = pyarrow.Codec("zstd")
+    return codec.compress(data[:10], asbytes=True) + codec.compress(data[10:], asbytes=True)
+
+
+COMPRESSIONS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}
 
 
 def made_texts(count: int, seed: int = 0) -> list[str]:

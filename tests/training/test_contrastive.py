@@ -172,9 +172,7 @@ def test_passages_of_books_are_pairs_with_the_next_one_and_share_no_token(tmp_pa
     found = "".join(tokenizer.decode(row) for row in joined)
     wanted = [(tmp_path / f"{n}.txt").read_text()[: of // 32 * 32] for n, of in enumerate(lengths)]
     assert found == "".join(wanted)
-    with pytest.raises(
-        UserError, match="no document in the validation split .* two passages of 50"
-    ):
+    with pytest.raises(UserError, match="validation split .*a pair of passages: a document of 100"):
         PairFile(tmp_path / "data", "validation", context=50, say=quiet)
 
 
