@@ -55,7 +55,8 @@ NOTES_OF_KINDS = (
 def write_report(result: dict, file: Path) -> str:
     """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
     picture, text = file.with_suffix(".png"), table(result)
-    if can_draw() and draw(result, picture):
+    if can_draw() and (figure := draw(result)):
+        figure.savefig(picture)
         text += f"\n![The losses of these runs]({picture.name})\n"
     write_text(file.with_suffix(".md"), text)
     return text
@@ -64,20 +65,16 @@ def write_report(result: dict, file: Path) -> str:
 def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
-    return "\n\n".join([*parts, NOTES, origins(result)]) + "\n"
-
-
-def origins(result: dict) -> str:
-    """Where the runs were measured, which may be of different times."""
-    # Files of older plans say once for all runs where they were measured.
-    by = [result | run for run in result["runs"].values()]
-    devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in by))
-    torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in by))
-    commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in by))
-    return (
+    # Runs of one file may be of different times.
+    runs = result["runs"].values()
+    devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in runs))
+    torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in runs))
+    commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in runs))
+    origin = (
         f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. "
         "The options of each run are in the JSON file."
     )
+    return "\n\n".join([*parts, NOTES, origin]) + "\n"
 
 
 def cells(row: dict, titles: list[str]) -> dict[str, str]:
@@ -138,14 +135,25 @@ def seeds_section(runs: dict) -> list[str]:
 
 
 def parts_of_kinds(result: dict) -> list[str]:
-    runs = result["runs"]
+    """The runs that follow a sweep and pretraining, by time and the best first; then speeds and
+    what the sweep found.
+    """
+    plan, runs = result["plan"], result["runs"]
+    sweep = plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
+    longer = [row for row in finished(runs) if row["budget"] > sweep]
+    longer = [row for row in longer if {"loss_by_position", "top1_of_32"} & row.keys()]
+    longer.sort(key=lambda row: (row["budget"], row["validation_loss"]))
+    are_tasks = any(row["settings"].get("data.source") in TASKS for row in longer)
+    titles = OF_KINDS + (["accuracy"] if are_tasks else OF_TEXTS)
+    losses = [{"model": model_of(row)} | cells(row, titles) for row in longer]
+    swept = [row for row in runs.values() if 0 < row["budget"] <= sweep]
     parts = ["# Models of several sizes for equal times"]
-    parts += section("## Losses", loss_rows(result), keys=3) + seeds_section(runs)
-    parts += section("## Speeds and learning rates", rate_rows(result))
+    parts += section("## Losses", losses, keys=3) + seeds_section(runs)
+    parts += section("## Speeds and learning rates", rate_rows(runs, swept))
     diverged = [
         f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})"
         for row in runs.values()
-        if "failure" in row and row["budget"] > sweep_budget(result)
+        if "failure" in row and row["budget"] > sweep
     ]
     parts += [f"Diverged: {', '.join(diverged)}."] if diverged else []
     return [*parts, NOTES_OF_KINDS]
@@ -173,64 +181,37 @@ def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
     return min(rows, key=lambda row: row["validation_loss"], default=None)
 
 
-def sweep_budget(result: dict) -> float:
-    """Seconds of a sweep's runs; 0 where each model has its own rate."""
-    plan = result["plan"]
-    return plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
-
-
-def loss_rows(result: dict) -> list[dict]:
-    """The runs that follow a sweep and pretraining: by time, and the best first."""
-    ends = {"loss_by_position", "top1_of_32"}
-    rows = [row for row in finished(result["runs"]) if ends & row.keys()]
-    rows = [row for row in rows if row["budget"] > sweep_budget(result)]
-    rows.sort(key=lambda row: (row["budget"], row["validation_loss"]))
-    are_tasks = any(row["settings"].get("data.source") in TASKS for row in rows)
-    titles = OF_KINDS + (["accuracy"] if are_tasks else OF_TEXTS)
-    return [{"model": model_of(row)} | cells(row, titles) for row in rows]
-
-
-def rate_rows(result: dict) -> list[dict]:
+def rate_rows(runs: dict, swept: list[dict]) -> list[dict]:
     """The size and speed of each model's longest run, and its losses in the sweep, of which the
     best is bold.
     """
-    runs = result["runs"]
-    swept = [row for row in runs.values() if 0 < row["budget"] <= sweep_budget(result)]
     rates, rows = sorted({row["lr"] for row in swept}), []
     for name in dict.fromkeys(map(model_of, swept or finished(runs))):
         if own := [row for row in finished(runs) if model_of(row) == name]:
             longest = max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
-            losses = {row["lr"]: row for row in swept if model_of(row) == name}
-            shown = {f"lr {rate:g}": loss_at(rate, losses) for rate in rates}
-            about = cells(longest, ["parameters, M", "tokens/s", "useful TFLOP/s"])
-            rows.append({"model": name} | about | shown)
+            tried = {row["lr"]: row for row in swept if model_of(row) == name}
+            losses = {rate: row.get("validation_loss", math.inf) for rate, row in tried.items()}
+            row = {"model": name} | cells(longest, ["parameters, M", "tokens/s", "useful TFLOP/s"])
+            for rate in rates:
+                text = cells(tried.get(rate, {}), ["validation loss"])["validation loss"]
+                best = text and losses[rate] == min(losses.values())
+                row[f"lr {rate:g}"] = f"**{text}**" if best else text
+            rows.append(row)
     return rows
-
-
-def loss_at(rate: float, swept: dict[float, dict]) -> str:
-    if rate not in swept:
-        return ""
-    text = cells(swept[rate], ["validation loss"])["validation loss"]
-    best = min(swept, key=lambda rate: swept[rate].get("validation_loss", math.inf))
-    return f"**{text}**" if rate == best else text
 
 
 # ------------------------------------------------------------------------- pictures
 
 
-def draw(result: dict, output: Path) -> bool:
-    """Whether the results have a picture: those of retrieval have none, nor have many runs."""
-    runs, figure = result["runs"], None
+def draw(result: dict):
+    """The figure of the results; None of retrieval's, and of more runs than there are colours."""
+    runs = result["runs"]
     timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
     if any("top1_of_32" in row for row in runs.values()):
-        return False
-    if "kinds" in result["plan"] and finished(runs):
-        figure = figure_of_kinds(result)
-    elif "kinds" not in result["plan"] and 0 < len(timed) <= len(COLOURS):
-        figure = figure_of_runs(timed)
-    if figure:
-        figure.savefig(output)
-    return bool(figure)
+        return None
+    if "kinds" in result["plan"]:
+        return figure_of_kinds(result) if finished(runs) else None
+    return figure_of_runs(timed) if 0 < len(timed) <= len(COLOURS) else None
 
 
 def figure_of_runs(runs: dict):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
@@ -29,7 +29,6 @@ from mixer.evaluation.scoring import (
     window_batches,
 )
 from mixer.evaluation.texts import Text
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.ops import BACKENDS
 
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
@@ -80,28 +79,21 @@ class EvalOptions:
     )
 
     @property
-    def names_text(self) -> bool:
-        return bool(self.text or self.data or self.hub or self.pairs)
-
-    @property
-    def task(self) -> DataConfig | None:
-        """The task that the checkpoint was trained on, unless the options name a text."""
-        data = read_trainer(Path(self.checkpoint)).get("settings", {}).get("data", {})
-        is_task = data.get("source") in TASKS and not self.names_text
-        return DataConfig(**data) if is_task else None
-
-    @property
-    def data_directory(self) -> str | None:
-        return self.data or read_trainer(Path(self.checkpoint)).get("data_directory")
+    def source(self) -> DataConfig | str | None:
+        """What is scored where no text is named: the task or the data directory of the run."""
+        trainer = read_trainer(Path(self.checkpoint))
+        data = trainer.get("settings", {}).get("data", {})
+        is_task = data.get("source") in TASKS and not self.data
+        return DataConfig(**data) if is_task else self.data or trainer.get("data_directory")
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """Evaluates each checkpoint, prints the table and writes the report into `output`.
 
-    By default the report goes beside the first checkpoint, into a directory that names the text and
-    stands for these options alone. Under `accelerate launch`, called by every process, the first
-    one prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known before
-    is raised before the first model is loaded.
+    By default the report goes into a directory beside the first checkpoint, whose name stands for
+    these options alone. Every process of an `accelerate launch` calls this; the first one prints
+    and writes. Raises UserError as `evaluate_checkpoint` does, where possible before the first
+    model is loaded.
     """
     for options in evaluations:
         check_options(options)
@@ -111,15 +103,14 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     try:
         results = [evaluate_checkpoint(options) for options in evaluations]
     except BaseException as error:
-        if measure.is_joined():
+        if dist.is_initialized():
             leave_with_error(error)  # so that no other process waits for this one
         raise
     if rank() == 0:
         write_evaluation(results, directory)
-        print(evaluation_report(results))
-        print(f"\nthe report is in {directory}")
-    if measure.is_joined():
-        torch.distributed.destroy_process_group()
+        print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def default_directory(evaluations: list[EvalOptions]) -> Path:
@@ -138,31 +129,26 @@ def default_directory(evaluations: list[EvalOptions]) -> Path:
     return directory_for(Path(first.checkpoint), what, about, repr(asked) if asked else "")
 
 
-# ------------------------------------------------------------------------- what is scored
-
-
 def check_options(options: EvalOptions) -> None:
-    """Raises UserError for whatever can be found wrong before a model is loaded, so that no hour is
-    spent on other checkpoints first.
-    """
+    """Raises UserError for whatever can be found wrong before a model is loaded."""
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    give = "--data DIR, --text FILE... or --hub NAME"
-    if options.task:
+    if options.text or options.hub or options.pairs:
+        return
+    source, give = options.source, "--data DIR, --text FILE... or --hub NAME"
+    if isinstance(source, DataConfig):
         if options.first_token != "skip" or options.max_tokens:
             raise UserError(
                 f"{directory} was trained on a task, of which all answers are scored: leave out "
                 f"--first-token and --max-tokens, or give {give}"
             )
-    elif not options.names_text:
-        data = options.data_directory
-        if not data or not Path(data).is_dir():  # a relative one is of where training was started
-            raise UserError(
-                f"{directory} was trained on {data or 'data that it does not name'}, which is not "
-                f"in {Path.cwd()}: give {give}"
-            )
+    elif not source or not Path(source).is_dir():
+        raise UserError(
+            f"{directory} was trained on {source or 'data that it does not name'}, which is not "
+            f"in {Path.cwd()}: give {give}"
+        )
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
@@ -181,25 +167,22 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The text that the options name, cut to max_tokens, or the checkpoint's task; see
-    mixer.evaluation.texts.
-    """
-    if options.task:
-        return texts.task_text(options.task, window)
-    if options.text or options.hub:
-        field, blank = options.text_field, options.first_token == "eos"
-        if options.text:
-            names = [Path(path).name for path in options.text]
-            names = names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"]
-            name, paths = ", ".join(names), options.text
-            sources = [DataConfig(source="text", path=path, text_field=field) for path in paths]
-        else:
-            where = {"path": options.hub, "subset": options.subset, "split": options.split}
-            name = " ".join(filter(None, where.values()))
-            sources = [DataConfig(source="hub", **where, text_field=field)]
+    """The text that the options name, cut to max_tokens, or what the run was trained on."""
+    field, blank = options.text_field, options.first_token == "eos"
+    if options.text:
+        names = [Path(path).name for path in options.text]
+        name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
+        sources = [DataConfig("text", path, text_field=field) for path in options.text]
         text = texts.text_of(name, sources, tokenizer, blank, options.max_tokens)
+    elif options.hub:
+        where = options.hub, options.subset, options.split
+        sources = [DataConfig("hub", *where, text_field=field)]
+        name = " ".join(filter(None, where))
+        text = texts.text_of(name, sources, tokenizer, blank, options.max_tokens)
+    elif isinstance(source := options.source, DataConfig):
+        return texts.task_text(source, window)
     else:
-        text = texts.validation_text(Path(options.data_directory), window, tokenizer)
+        text = texts.validation_text(Path(source), window, tokenizer)
     if options.first_token == "eos":
         texts.put_eos_first(text, tokenizer)
     if all(len(tokens) < 2 for tokens in text.streams):
@@ -209,17 +192,12 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     return texts.limit(text, options.max_tokens, tokenizer)
 
 
-# ------------------------------------------------------------------------- scoring it
-
-
 def evaluate_checkpoint(options: EvalOptions) -> dict:
-    """Load a checkpoint, score its text and return the numbers with their conventions.
+    """Loads a checkpoint, scores its text and returns the numbers with their conventions.
 
-    Under `accelerate launch` the processes share the windows out, and each returns the numbers of
-    the whole. Raises UserError for an incomplete or damaged checkpoint, one that is no causal
-    language model or has another model's tokenizer, a missing, empty, too short or non-UTF-8 text,
-    missing data, a window or stride that does not fit, an unknown setting, a dtype that the device
-    lacks, and too little memory.
+    The processes of an `accelerate launch` share the windows out, and each returns the numbers of
+    the whole. Raises UserError for a checkpoint, text, data, window or dtype that cannot be used,
+    a model that is not causal, a loss that is not finite, and too little memory.
     """
     check_options(options)
     process = measure.join_processes(measure.choose_device(options.device, options.dtype))
@@ -237,19 +215,18 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
-    dtype, batch_size = AUTOCAST_TYPES[options.dtype], options.batch_size
-    is_mixer = isinstance(model.config, MaskedMixerConfig)
     found |= {
         "window": window,
-        "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
+        "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
         "device": str(process),
     }
+    dtype, batch_size = AUTOCAST_TYPES[options.dtype], options.batch_size
     if options.pairs:
         texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(options.pairs, "validation", window)
         shares = measure.find_partners(model, pairs, batch_size, dtype, process)
-        return found | {"data": options.pairs} | shares
+        return found | {"data": options.pairs, "tokens": window} | shares
     text = choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
@@ -268,29 +245,30 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "first_token": FIRST_TOKEN[options.first_token],
         "last_window": LAST_WINDOW[options.last_window],
     }
-    return found | numbers(scores, text) | cost
+    return found | numbers(scores, text, found["context"]) | cost
 
 
 def describe_model(
     directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
-    serialised = tokenizer.backend_tokenizer.to_str()
+    serialised, text = tokenizer.backend_tokenizer.to_str(), model.config.get_text_config()
     return {
         "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
         "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": model.config.get_text_config().vocab_size,
-        "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        "vocabulary": text.vocab_size,
+        "context": getattr(text, "max_position_embeddings", None),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
     }
 
 
-def numbers(scores: TokenScores, text: Text) -> dict:
+def numbers(scores: TokenScores, text: Text, context: int | None) -> dict:
     """What a report has of the text and its scores: perplexity per token, and but for a task also
-    per word and byte, and bits per byte (nats / ln 2 / bytes).
+    per word and byte, and bits per byte (nats / ln 2 / bytes); the loss up to the trained `context`
+    and past it, where windows are longer.
     """
     found = {
         "text": text.name,
@@ -311,11 +289,14 @@ def numbers(scores: TokenScores, text: Text) -> dict:
             "byte_perplexity": exp_or_none(scores.nats / text.bytes),
             "bits_per_byte": scores.nats / math.log(2) / text.bytes,
         }
+    if context and context < len(scores.nats_by_position):
+        parts = {"loss_to_context": slice(context), "loss_past_context": slice(context, None)}
+        for name, part in parts.items():
+            if count := scores.count_by_position[part].sum():
+                found[name] = scores.nats_by_position[part].sum() / count
     return found | scores.by_kind | scores.by_position
 
 
 def exp_or_none(value: float) -> float | None:
-    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
-    model can be.
-    """
+    """exp(value); None where fp64 has no such number: the words of an untrained model."""
     return math.exp(value) if value < 709 else None

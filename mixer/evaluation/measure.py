@@ -1,4 +1,4 @@
-"""Scores a text with all processes of a launch, and measures the time and memory of it."""
+"""Scores a text or pairs of texts with all processes of a launch, and measures time and memory."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, is_launched
@@ -34,19 +34,8 @@ class Process:
         return name if self.count == 1 else f"{self.count} x {name}"
 
 
-def reads(model: PreTrainedModel, tokens: int) -> bool:
-    """Whether a model reads so many tokens; one with mixing weights by lag is extended to."""
-    context = model.config.get_text_config().max_position_embeddings
-    by_lag = getattr(model.config, "mixing_weight", None) == "lags"
-    if tokens > context and by_lag:
-        model.extend_context(tokens)
-    return by_lag or tokens <= getattr(model.config, "longest_text", context)
-
-
 def choose_device(name: str, dtype: str) -> torch.device:
-    """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`, a
-    name in AUTOCAST_TYPES.
-    """
+    """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "device cuda was asked for and PyTorch sees no CUDA device: "
@@ -59,17 +48,20 @@ def choose_device(name: str, dtype: str) -> torch.device:
 
 
 def join_processes(device: torch.device) -> Process:
-    """This process's place in its launch (`accelerate launch`, torchrun); alone where there is
-    none.
-    """
+    """This process's place in its launch (`accelerate launch`, torchrun), if there is one."""
     if not is_launched() or os.environ["WORLD_SIZE"] == "1":
         return Process(device)
     state = PartialState(cpu=device.type == "cpu")
     return Process(state.device, state.process_index, state.num_processes)
 
 
-def is_joined() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def reads(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a model reads so many tokens; one with mixing weights by lag is extended to."""
+    context = model.config.get_text_config().max_position_embeddings
+    by_lag = getattr(model.config, "mixing_weight", None) == "lags"
+    if tokens > context and by_lag:
+        model.extend_context(tokens)
+    return by_lag or tokens <= getattr(model.config, "longest_text", context)
 
 
 def measure(
@@ -79,23 +71,19 @@ def measure(
     dtype: torch.dtype | None,
     process: Process,
 ) -> tuple[TokenScores, dict]:
-    """(scores of all processes together, {"tokens_per_second", "peak_memory_gb"}).
+    """The scores of all processes together, with their throughput and the most memory of any.
 
-    The arguments are those of `evaluate_batches`. Throughput counts the scored tokens of all
-    processes. Memory is the most of any process; see `peak_memory_gb`.
+    The arguments are those of `evaluate_batches`.
     """
     if process.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(process.device)
-    start = time.perf_counter()
-    share = process.index, process.count
+    start, share = time.perf_counter(), (process.index, process.count)
     scores = evaluate_batches(model, batches, context, process.device, dtype, share)
     found = [(scores, peak_memory_gb(process.device))]
     scores, memories = zip(*(gather_object(found) if process.count > 1 else found), strict=True)
     scores = TokenScores.total(scores)
-    return scores, {
-        "tokens_per_second": scores.tokens / (time.perf_counter() - start),
-        "peak_memory_gb": max(memories),
-    }
+    speed = scores.tokens / (time.perf_counter() - start)
+    return scores, {"tokens_per_second": speed, "peak_memory_gb": max(memories)}
 
 
 def find_partners(
@@ -107,7 +95,7 @@ def find_partners(
 ) -> dict:
     """The number of pairs and their `top1`. The processes share the pairs."""
 
-    def embed(*sides: torch.Tensor) -> torch.Tensor:
+    def embed(*sides: Tensor) -> Tensor:
         with torch.autocast(process.device.type, dtype=dtype, enabled=dtype is not None):
             return torch.stack([text_vectors(model, texts) for texts in sides])
 

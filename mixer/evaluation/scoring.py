@@ -1,12 +1,12 @@
 """Scores of token streams, window by window.
 
-A window is at most `context` tokens long; windows are `stride` tokens apart. Of each window only
-the targets that no earlier window scored are counted, so every token but the first of a stream is
-scored exactly once. With stride = context (the default) windows are disjoint; a smaller stride
-gives every target after the first window at least `context - stride + 1` tokens to look back on, at
-the price of context / stride times the work. A stream's last window may be shorter than the others
-("short"), or begin earlier so that it is as long ("full", the convention of lm-evaluation-harness);
-it counts the same targets either way.
+A window is at most `context` tokens long, and windows begin `stride` tokens apart. A window counts
+only the targets that no earlier window has scored, so every token but the first of a stream is
+scored exactly once. With stride = context (the default) windows are disjoint. A smaller stride
+gives every target after the first window at least `context - stride + 1` tokens to look back on,
+at the price of context / stride times the work. A stream's last window is shorter than the others
+("short"), or begins earlier to be as long ("full", as in lm-evaluation-harness). It counts the same
+targets either way.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mixer.common.errors import UserError
-from mixer.data.batches import Samples
+from mixer.data.batches import Batch, Samples
 
 # The names of --dtype; None is fp32, without autocast.
 AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -33,9 +33,8 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 class TokenScores:
     """Sums over the scored tokens, in fp64.
 
-    Position p of a window is that of the target which is predicted from p + 1 tokens. `right` are
-    the targets that are the likeliest token, `repeats` those that a copy from the window would
-    predict, see `find_repeats`.
+    Position p of a window is that of the target which is predicted from p + 1 tokens. `right`
+    counts the targets that are the likeliest token, `repeats` those that `find_repeats` finds.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
@@ -47,7 +46,7 @@ class TokenScores:
 
     @classmethod
     def total(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
-        """The sum of scores of parts of a text."""
+        """The scores of a text from those of its parts."""
         return cls(*(sum(getattr(part, name.name) for part in parts) for name in fields(cls)))
 
     @property
@@ -69,14 +68,14 @@ class TokenScores:
         return float(self.right_by_position.sum()) / self.tokens
 
     @property
-    def by_kind(self) -> dict[str, float | None]:
-        """The loss of repeats, and of all others; None where there are none."""
-        others, nats = self.tokens - self.repeats, self.nats - self.repeats_nats
-        return {
-            "repeats_share": self.repeats / self.tokens,
-            "repeats_loss": self.repeats_nats / self.repeats if self.repeats else None,
-            "others_loss": nats / others if others else None,
-        }
+    def by_kind(self) -> dict[str, float]:
+        """The loss of repeats and of all other tokens, where there are any."""
+        found, others = {"repeats_share": self.repeats / self.tokens}, self.tokens - self.repeats
+        if self.repeats:
+            found["repeats_loss"] = self.repeats_nats / self.repeats
+        if others:
+            found["others_loss"] = (self.nats - self.repeats_nats) / others
+        return found
 
     @property
     def by_position(self) -> dict[str, list]:
@@ -93,59 +92,51 @@ class TokenScores:
         }
 
 
+# ------------------------------------------------------------------------- batches
+
+
 def plan_windows(
     length: int, context: int, stride: int, last_window: str = "short"
 ) -> Iterator[tuple[int, int, int]]:
     """Windows over a stream of `length` tokens, as (begin, end, first counted position).
 
-    A window reads tokens[begin:end] and predicts tokens[begin + 1 : end + 1]; the targets from
-    `first counted position` on are those no earlier window scored.
+    A window reads tokens[begin:end] and predicts tokens[begin + 1 : end + 1].
     """
-    begin, scored, targets = 0, 0, length - 1
-    while scored < targets:
+    scored, targets = 0, length - 1
+    for begin in range(0, targets, stride):
         end = min(begin + context, targets)
-        start = max(0, end - context) if last_window == "full" else begin
-        yield start, end, scored - start
-        scored = end
-        begin += stride
+        if scored < end:
+            start = max(0, end - context) if last_window == "full" else begin
+            yield start, end, scored - start
+            scored = end
 
 
 def window_batches(
-    streams: Sequence[np.ndarray],
+    streams: Iterable[np.ndarray],
     context: int,
     stride: int,
     batch_size: int,
     last_window: str = "short",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of windows: inputs and targets, (batch, longest window) int64, targets -100 where not
-    counted.
+) -> Iterator[Batch]:
+    """Batches of windows: inputs and targets, (batch, longest window) int64, with targets of -100
+    where they do not count.
 
-    Short windows are padded on the right: the model is causal, so padding there changes no earlier
-    logit.
+    Short windows are padded on the right, which changes no earlier logit of a causal model.
     """
     windows = (
-        (tokens[begin : end + 1], first)
+        (torch.from_numpy(tokens[begin : end + 1].astype(np.int64)), first)
         for tokens in streams
         for begin, end, first in plan_windows(len(tokens), context, stride, last_window)
     )
     while batch := list(itertools.islice(windows, batch_size)):
-        yield collate(batch)
+        inputs = pad_sequence([tokens[:-1] for tokens, _ in batch], batch_first=True)
+        following = [tokens[1:] for tokens, _ in batch]
+        targets = pad_sequence(following, batch_first=True, padding_value=-100)
+        first = torch.tensor([first for _, first in batch])[:, None]
+        yield inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
 
-def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of n + 1 tokens, each with its first counted position -> inputs and targets (batch,
-    longest n).
-    """
-    windows = [torch.from_numpy(tokens.astype(np.int64)) for tokens, _ in batch]
-    inputs = pad_sequence([tokens[:-1] for tokens in windows], batch_first=True)
-    targets = pad_sequence([x[1:] for x in windows], batch_first=True, padding_value=-100)
-    first = torch.tensor([first for _, first in batch])[:, None]
-    return inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
-
-
-def sample_batches(
-    data: Samples, samples: int, batch_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def sample_batches(data: Samples, samples: int, batch_size: int) -> Iterator[Batch]:
     """Batches of `samples` samples spread evenly over a split, 0 for all, as `window_batches`."""
     samples = min(len(data), samples or len(data))
     for start in range(0, samples, batch_size):
@@ -153,28 +144,13 @@ def sample_batches(
         yield data.batch(batch * len(data) // samples)
 
 
-def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Which targets the window itself would tell: the two tokens before them stood somewhere
-    earlier in the window, followed by the same token (an induction head's copy, arXiv 2209.11895).
-
-    Args:
-        inputs, targets: (batch, tokens) int64, below 2^21 - 1; targets -100 where not counted.
-
-    Returns: (batch, tokens) bool, False where the target is not counted.
-    """
-    following = torch.where(targets == -100, F.pad(inputs[:, 1:], (0, 1)), targets)
-    # Three tokens as one number. The first target of a window has only one token before it; in
-    # place of the other stands a number that is no token.
-    before = F.pad(inputs[:, :-1], (1, 0), value=(1 << 21) - 1)
-    triples = (before << 42) + (inputs << 21) + following
-    ordered, places = triples.sort(dim=1, stable=True)
-    again = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
-    return torch.zeros_like(again).scatter(1, places, again) & (targets != -100)
+# ------------------------------------------------------------------------- scores
 
 
-def logits_of(model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """(batch, tokens) -> (batch, tokens, vocab), computed under autocast to `dtype` if there is
-    one; fp32 or fp64, as the softmax over the vocabulary is never taken in half precision.
+def logits_of(model: nn.Module, inputs: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """(batch, tokens) -> (batch, tokens, vocab), under autocast to `dtype` if there is one.
+
+    The result is fp32 or fp64: the softmax over the vocabulary is never taken in half precision.
     """
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
         logits = model(input_ids=inputs).logits
@@ -184,20 +160,16 @@ def logits_of(model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None)
 @torch.no_grad()
 def evaluate_batches(
     model: nn.Module,
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    batches: Iterable[Batch],
     context: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> TokenScores:
-    """Score the targets of batches, each of inputs and targets (batch, tokens <= context) int64;
-    targets of -100 are not scored.
+    """Scores the targets of batches (batch, tokens <= context), except those that are -100.
 
-    model: maps input_ids to `.logits` (batch, tokens, vocab), on `device`. dtype: autocast's, or
-    None. Sums are fp64.
-
-    share: (index, count): score every count-th batch from the index-th on, so that the scores of
-    all indices add up to the whole; see `TokenScores.total`.
+    model: maps input_ids to `.logits` (batch, tokens, vocab), on `device`. dtype: of autocast, or
+    None. share: (index, count) scores every count-th batch from the index-th on.
     """
     scores = TokenScores(np.zeros(context), *np.zeros((2, context), dtype=np.int64))
     model.eval()
@@ -205,16 +177,33 @@ def evaluate_batches(
         inputs, targets = inputs.to(device), targets.to(device)
         logits = logits_of(model, inputs, dtype)
         # -log p of each target in nats, (batch, tokens); zero where it is not counted
-        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        each, right = each.view_as(targets).double(), logits.argmax(-1) == targets
-        nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
-        scores.repeats += int(repeats.sum())
-        scores.repeats_nats += float(each[repeats].sum())
-        scores.nats_by_position[: len(nats)] += nats
-        scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
-        scores.right_by_position[: len(nats)] += right.sum(0).cpu().numpy()
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        nats, read = nats.view_as(targets).double(), slice(targets.shape[1])
+        repeats = find_repeats(inputs, targets)
+        scores.nats_by_position[read] += nats.sum(0).cpu().numpy()
+        scores.count_by_position[read] += (targets != -100).sum(0).cpu().numpy()
+        scores.right_by_position[read] += (logits.argmax(-1) == targets).sum(0).cpu().numpy()
         scores.windows += len(inputs)
+        scores.repeats += int(repeats.sum())
+        scores.repeats_nats += float(nats[repeats].sum())
     return scores
+
+
+def find_repeats(inputs: Tensor, targets: Tensor) -> Tensor:
+    """The targets that a copy from the window predicts: the two tokens before such a target
+    occurred earlier in the window, followed by the same token (an induction head's copy, arXiv
+    2209.11895).
+
+    inputs, targets: (batch, tokens) int64, below 2^21 - 1. Returns (batch, tokens) bool.
+    """
+    following = torch.where(targets == -100, F.pad(inputs[:, 1:], (0, 1)), targets)
+    # Three tokens as one number. The first target of a window has only one token before it; a
+    # number that is no token stands for the other.
+    before = F.pad(inputs[:, :-1], (1, 0), value=(1 << 21) - 1)
+    triples = (before << 42) + (inputs << 21) + following
+    ordered, places = triples.sort(dim=1, stable=True)
+    again = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+    return torch.zeros_like(again).scatter(1, places, again) & (targets != -100)
 
 
 @torch.no_grad()
@@ -225,7 +214,7 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in AUTOCAST_TYPES.
     """
     inputs = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
-    # Odd where it can be, so that blocks of two tokens that see each other are found.
+    # Odd where possible, to find blocks of two tokens that see each other.
     first, changed = len(tokens) // 4 * 2 + 1, inputs.clone()
     changed[:, first:] = (changed[:, first:] + 1) % model.config.get_text_config().vocab_size
     before, after = (

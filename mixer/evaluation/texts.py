@@ -1,9 +1,8 @@
-"""What is scored: token streams made from files, rows, hub datasets or prepared data, and the size
-of their text.
+"""What is scored: token streams from files, rows, hub datasets, prepared data or a task, and the
+size of their text.
 
-Each document is a stream of its own: no separator between documents, none at their ends, tokenised
-exactly as the preparation of training data does it. Packed prepared data is one stream with an EOS
-after each document.
+Each document is a stream of its own, tokenised exactly as the preparation of training data does it,
+with nothing added. Packed prepared data is one stream with an EOS after each document.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from mixer.data.sources import SUFFIXES, Part, local_files, source_parts
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 
-SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
+SAMPLE = 100  # documents that tell whether the tokenizer loses text
 
 
 @dataclass
@@ -46,55 +45,42 @@ def text_of(
 ) -> Text:
     """The documents of hub datasets (source "hub"), or of files, folders and globs (source "text").
 
-    blank: whether documents of white space alone count. max_tokens: no more documents than are
-    needed for so many targets; 0: all. Raises UserError for a path without files, and text that is
-    not UTF-8, or none.
+    blank: whether documents of white space alone count. max_tokens: as many documents as have so
+    many targets; 0: all. Raises UserError for a path without files, and text that is not UTF-8, or
+    none.
     """
-    encode, sample, left = raw_encoder(tokenizer), [], max_tokens or float("inf")
+    encode, sample, targets, text = raw_encoder(tokenizer), [], 0, Text(name, [])
     found = (documents(parts_of(source), source, blank) for source in sources)
-    text = Text(name, [])
     for document in itertools.chain.from_iterable(found):
         ids = itertools.chain(*encode(list(pieces(document))))
         text.streams.append(np.fromiter(ids, dtype=np.int64))
-        text.bytes += len(document.encode("utf-8", errors="replace"))
+        text.bytes += len(document.encode())
         text.words += len(document.split())
         if len(sample) < SAMPLE:
             sample.append(document)
-        left -= len(text.streams[-1]) - 1
-        if left < 0:
+        targets += len(text.streams[-1]) - 1
+        if targets > max_tokens > 0:
             break
     text.loses = loss_of_text(tokenizer, sample)
     return text
 
 
-def parts_of(source: DataConfig) -> Iterable[Part]:
-    """A hub dataset's rows, or files, each of which is read as its name says: rows of .jsonl, .json
-    and .parquet (also .gz, .bz2, .xz, .zst), or else one document.
-    """
+def parts_of(source: DataConfig) -> list[Part]:
+    """A hub dataset, or files: .jsonl, .json and .parquet have rows, others are one document."""
     if source.source == "hub":
-        yield from source_parts(source)
-        return
+        return source_parts(source)
+    parts = []
     for file in local_files(source):
         kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
-        yield Part(replace(source, source=next(kinds, "text")), file)
-
-
-def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Puts an EOS before each stream, so that its first token is scored too."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            "first_token eos needs a tokenizer with an EOS token, this one has none: "
-            "use first_token skip"
-        )
-    text.streams = [np.concatenate(([tokenizer.eos_token_id], tokens)) for tokens in text.streams]
+        parts.append(Part(replace(source, source=next(kinds, "text")), file))
+    return parts
 
 
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The validation split of prepared data: packed, one stream with an EOS after each document;
-    else one per document.
+    otherwise one stream per document.
 
-    Raises UserError if the data is missing or damaged, or was prepared with another tokenizer than
-    `tokenizer`.
+    Raises UserError for data that is missing, damaged or of another tokenizer.
     """
     split = TokenFile(directory, "validation", context)
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
@@ -118,8 +104,18 @@ def task_text(config: DataConfig, window: int) -> Text:
     """The held-out samples of a task, each of `window` tokens."""
     task = TaskSamples(config, "validation", window)
     inputs, _ = task.batch(range(len(task)))
-    name = f"held-out samples of the task {config.source}"
-    return Text(name, list(inputs.numpy()), task=task)
+    return Text(f"held-out samples of the task {config.source}", list(inputs.numpy()), task=task)
+
+
+def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Puts an EOS before each stream, so that its first token is scored too."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError(
+            "first_token eos needs a tokenizer with an EOS token, this one has none: "
+            "use first_token skip"
+        )
+    text.streams = [np.concatenate(([eos], tokens)) for tokens in text.streams]
 
 
 def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -137,10 +133,10 @@ def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Te
 def shortened(
     text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
 ) -> Text:
-    """The text with the streams that are kept of it; its size is that of their decoded tokens."""
+    """The text of the streams that are kept, and the size of what their tokens decode to."""
     sizes, words = token_bytes(tokenizer), 0
     for tokens in kept:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
-    size, name = sum(int(sizes[tokens].sum()) for tokens in kept), f"{text.name} ({how})"
-    return Text(name, kept, size, words, text.loses)
+    size = sum(int(sizes[tokens].sum()) for tokens in kept)
+    return Text(f"{text.name} ({how})", kept, size, words, text.loses)

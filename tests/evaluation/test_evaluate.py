@@ -236,7 +236,7 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     means = [nats[part].sum() / counts[part].sum() for part in (slice(32), slice(32, None))]
     last = [row[-2:] for row in rows((tmp_path / "report" / "report.md").read_text())]
     assert ["loss to the context", "loss past it"] in last
-    assert [f"{mean:.4f}" for mean in means] in last and [f"{found[1]['loss']:.4f}", "-"] in last
+    assert [f"{mean:.4f}" for mean in means] in last and ["-", "-"] in last
     (written,) = continuations(str(checkpoint), ["tok"], 80, 0.0, 0)
     assert len(tokenizer(written).input_ids) > 32
     with pytest.raises(UserError, match="the model's context is 32: shorten the prompt"):

@@ -12,9 +12,9 @@ from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
-from mixer.inspect import main
-from mixer.reporting.matrices import (
+from mixer.inspect import (
     effective_context,
+    main,
     mixing_matrices,
     toeplitz_distance,
     weight_by_lag,
