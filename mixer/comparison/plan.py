@@ -18,7 +18,7 @@ initial mixing weights are from there.
 """
 
 import shlex
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
@@ -45,6 +45,16 @@ class Run:
 
     def config(self, *changes: str) -> RunConfig:
         return load_config(None, [*(override(*item) for item in self.settings.items()), *changes])
+
+    def check_known(self, had: dict) -> None:
+        """Raises UserError if the results have this run with other settings, `had`."""
+        keys, now = sorted({*had, *self.settings}), self.settings
+        other = [f"{k} {had.get(k)}, not {now.get(k)}" for k in keys if had.get(k) != now.get(k)]
+        if other:
+            raise UserError(
+                f"the results have {self.name!r} with other options: {', '.join(other)}. Give "
+                "those options, or another --output"
+            )
 
 
 Job = Generator[Run, dict, None]  # yields runs, one after the other, and receives their rows
@@ -93,7 +103,34 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
             "with options for each, or `seconds` and `kinds` with sizes and their options, and "
             "perhaps `rates` and `sweep_share`, such as benchmarks/plans/model_sizes.yaml"
         )
-    return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
+
+    names = {*plan.get("runs", {})}
+    for kind, sizes in plan.get("kinds", {}).items():
+        names |= {kind, *(f"{kind} {size}".strip() for size in sizes)}
+    if unknown := sorted({*only} - names):
+        allowed = shlex.join(sorted(names))
+        raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
+
+    def options(own: dict | None) -> dict:
+        """All options of a run or model; later ones win."""
+        chosen = recipe(plan) | plan["common"] | recipe(own or {}) | given | (own or {})
+        return {key: value for key, value in chosen.items() if key != "recipe"}
+
+    jobs = []
+    for name, own in plan.get("runs", {}).items():
+        run = Run(name, options(own))
+        run.config()  # refuses what is not allowed
+        run.check_known(known.get(name, {}).get("settings", run.settings))
+        if not only or name in only:
+            jobs.append(each for each in [run, *map(run.with_seed, plan.get("seeds", []))])
+    for kind, sizes in plan.get("kinds", {}).items():
+        models = [Model(kind, str(size), options(own)) for size, own in sizes.items()]
+        for model in models:
+            model.run(0, model.rate, 100).config()
+            check_known(model, known)
+        if chosen := [model for model in models if not only or {kind, model.name} & {*only}]:
+            jobs.append(job_of_kind(plan, models, chosen, known))
+    return jobs
 
 
 def recipe(changes: dict) -> dict:
@@ -105,69 +142,18 @@ def recipe(changes: dict) -> dict:
     return options | {"model.mixing_init": file["model"].get("mixing_init", "reference")}
 
 
-def check_names(only: list[str], allowed: Iterable[str]) -> None:
-    if unknown := sorted({*only} - {*allowed}):
-        raise UserError(
-            f"--only {shlex.join(unknown)}: not in the plan; allowed: {shlex.join(sorted(allowed))}"
-        )
-
-
-def check_known(name: str, row: dict, options: dict) -> None:
-    """Raises UserError if the results have a run that had other options."""
-    had = row["settings"]
-    other = [key for key in sorted({*had, *options}) if had.get(key) != options.get(key)]
-    if other:
-        said = ", ".join(f"{key} {had.get(key)}, not {options.get(key)}" for key in other)
-        raise UserError(
-            f"the results have {name!r} with other options: {said}. Give those options, or another "
-            "--output"
-        )
-
-
-# ------------------------------------------------------------------------- named runs
-
-
-def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
-    check_names(only, plan["runs"])
-    jobs = []
-    for name, changes in plan["runs"].items():
-        settings = plan["common"] | recipe(changes or {}) | given | (changes or {})
-        settings.pop("recipe", None)
-        run = Run(name, settings)
-        run.config()  # refuses what is not allowed
-        if name in known:
-            check_known(name, known[name], settings)
-        if not only or name in only:
-            own = [run, *map(run.with_seed, plan.get("seeds", []))]
-            jobs.append(run for run in own)
-    return jobs
+def check_known(model: Model, known: dict) -> None:
+    """Raises UserError if the results have runs of a model with other options."""
+    for name, row in known.items():
+        if (row.get("kind"), row.get("size")) == (model.kind, model.size):
+            had = row["settings"]
+            wanted = model.run(1, had["optim.lr"], had["train.steps"]).settings
+            # What differs between the runs of one model.
+            wanted |= {key: had[key] for key in ("seed", "train.init_from") if key in had}
+            Run(name, wanted).check_known(had)
 
 
 # ------------------------------------------------------------------------- kinds and sizes
-
-
-def jobs_of_kinds(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
-    common, models = recipe(plan) | plan["common"] | given, []
-    for kind, sizes in plan["kinds"].items():
-        models += [Model(kind, str(size), common | (own or {})) for size, own in sizes.items()]
-    check_names(only, {name for model in models for name in (model.kind, model.name)})
-    for model in models:
-        model.run(0, model.rate, 100).config()  # refuses what is not allowed
-        for name, row in known.items():
-            if (row.get("kind"), row.get("size")) == (model.kind, model.size):
-                own = row["settings"]
-                wanted = model.run(1, own["optim.lr"], own["train.steps"]).settings
-                if "seed" in row:
-                    wanted |= {"seed": row["seed"]}
-                if "train.init_from" in own:  # after pretraining
-                    wanted |= {"train.init_from": own["train.init_from"]}
-                check_known(name, row, wanted)
-    jobs = []
-    for kind in plan["kinds"]:
-        own = [model for model in models if model.kind == kind]
-        if chosen := [model for model in own if not only or {kind, model.name} & set(only)]:
-            jobs.append(job_of_kind(plan, own, chosen, known))
-    return jobs
 
 
 def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], known: dict) -> Job:

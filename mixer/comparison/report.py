@@ -8,36 +8,31 @@ from pathlib import Path
 from statistics import mean
 
 from mixer.common.files import write_text
-from mixer.data.config import TASKS
 from mixer.reporting import tables
 from mixer.reporting.figure import COLOURS, can_draw, log_axis, name_curves, new_figure
 
 # The columns of a run's numbers: the key, what to divide by, and the format.
 COLUMNS = {
-    "parameters, M": ("parameters", 1e6, ".1f"),
-    "steps": ("steps", 1, ",.0f"),
-    "tokens, M": ("tokens", 1e6, ".1f"),
-    "epochs": ("passes", 1, ".2f"),
-    "lr": ("lr", 1, "g"),
-    "tokens/s": ("tokens_per_second", 1, ",.0f"),
-    "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
     "training, s": ("training_seconds", 1, ".1f"),
-    "of its time": ("share_of_time", 1, ".3f"),
-    "memory, GB": ("peak_memory_gb", 1, ".1f"),
+    "lr": ("lr", 1, "g"),
     "validation loss": ("validation_loss", 1, ".4f"),
+    "of its time": ("share_of_time", 1, ".3f"),
     "bits/byte": ("bits_per_byte", 1, ".4f"),
+    "accuracy": ("accuracy", 1, ".2%"),
     "repeats": ("repeats_loss", 1, ".3f"),
     "others": ("others_loss", 1, ".3f"),
-    "accuracy": ("accuracy", 1, ".2%"),
     "top1 of 32": ("top1_of_32", 1, ".1%"),
     "top1 of 1024": ("top1_of_1024", 1, ".1%"),
     "top1 of 8192": ("top1_of_8192", 1, ".1%"),
+    "steps": ("steps", 1, ",.0f"),
+    "tokens, M": ("tokens", 1e6, ".1f"),
+    "memory, GB": ("peak_memory_gb", 1, ".1f"),
+    "epochs": ("passes", 1, ".2f"),
+    "parameters, M": ("parameters", 1e6, ".1f"),
+    "tokens/s": ("tokens_per_second", 1, ",.0f"),
+    "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
 }
-OF_RETRIEVAL = ["top1 of 32", "top1 of 1024", "top1 of 8192"]
-OF_RUNS = ["steps", "tokens/s", "training, s", "of its time", "validation loss"]
-OF_RUNS += ["memory, GB", "useful TFLOP/s", *OF_RETRIEVAL]
-OF_KINDS = ["training, s", "lr", "steps", "tokens, M", "epochs", "memory, GB", "validation loss"]
-OF_TEXTS = ["bits/byte", "repeats", "others", *OF_RETRIEVAL]
+OF_SWEEP = ("model", "lr", "validation loss", "training, s", "steps")
 
 NOTES = (
     "Losses are in nats per token. Training time is the steps by the median time of a step, "
@@ -62,6 +57,9 @@ def write_report(result: dict, file: Path) -> str:
     return text
 
 
+# ------------------------------------------------------------------------- tables
+
+
 def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
@@ -77,12 +75,38 @@ def table(result: dict) -> str:
     return "\n\n".join([*parts, NOTES, origin]) + "\n"
 
 
-def cells(row: dict, titles: list[str]) -> dict[str, str]:
+def parts_of_runs(result: dict) -> list[str]:
+    """The runs in the order of the plan; times are compared with that of the plan's reference."""
+    runs, rows = result["runs"], []
+    time = runs.get(result["plan"].get("reference"), {}).get("training_seconds")
+    for name in dict.fromkeys([*result["plan"].get("runs", {}), *runs]):
+        row = runs.get(name, {})
+        if time and "training_seconds" in row:
+            row = row | {"share_of_time": row["training_seconds"] / time}
+        rows += [{"run": name} | cells(row)] if row else []
+    return section("# Runs compared", rows) + section("## Seeds", seed_rows(runs))
+
+
+def parts_of_kinds(result: dict) -> list[str]:
+    """The runs that follow a sweep and pretraining, by time and the best first; then the sweep."""
+    rows, sweep = first_seeds(result["runs"]), sweep_budget(result["plan"])
+    rows = [row for row in rows if not row["kind"].endswith("pretraining")]
+    rows.sort(key=lambda row: (row["budget"], row.get("validation_loss", math.inf)))
+    ends = [{"model": model_of(row)} | cells(row) for row in rows if row["budget"] > sweep]
+    tried = [{"model": model_of(row)} | cells(row) for row in rows if row["budget"] <= sweep]
+    tried = [{title: row[title] for title in OF_SWEEP} for row in tried]
+    tried.sort(key=lambda row: row["model"])
+    parts = ["# Models of several sizes for equal times", *section("## Losses", ends, keys=3)]
+    parts += section("## Seeds", seed_rows(result["runs"]))
+    return [*parts, *section("## Learning rates", tried), NOTES_OF_KINDS]
+
+
+def cells(row: dict) -> dict[str, str]:
     """A run's numbers in words; empty where it has none."""
-    found = {}
-    for title in titles:
-        key, unit, form = COLUMNS[title]
-        found[title] = "" if row.get(key) is None else f"{row[key] / unit:{form}}"
+    found = {
+        title: "" if row.get(key) is None else f"{row[key] / unit:{form}}"
+        for title, (key, unit, form) in COLUMNS.items()
+    }
     return found | ({"validation loss": "diverged"} if "failure" in row else {})
 
 
@@ -93,19 +117,45 @@ def section(title: str, rows: list[dict], keys: int = 1) -> list[str]:
     return [title, tables.table(filled, keys)] if rows else []
 
 
-# ------------------------------------------------------------------------- named runs
+def seed_rows(runs: dict) -> list[dict]:
+    """The losses of repeated runs, and how far these are apart."""
+    rows = []
+    for name, own in repeated(runs).items():
+        losses = {row["settings"].get("seed", 0): row["validation_loss"] for row in own}
+        middle, apart = mean(losses.values()), max(losses.values()) - min(losses.values())
+        each = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in losses.items())
+        row = {"run": name, "seeds": len(losses), "mean": middle}
+        rows.append(row | {"apart": f"{apart / middle:.2%}", "each (seed)": each})
+    return rows
 
 
-def parts_of_runs(result: dict) -> list[str]:
-    """The runs in the order of the plan; times are compared with that of the plan's reference."""
-    runs, rows = result["runs"], []
-    time = runs.get(result["plan"].get("reference"), {}).get("training_seconds")
-    for name in dict.fromkeys([*result["plan"].get("runs", {}), *runs]):
-        if row := runs.get(name):
-            if time and "training_seconds" in row:
-                row = row | {"share_of_time": row["training_seconds"] / time}
-            rows.append({"run": name} | cells(row, OF_RUNS))
-    return section("# Runs compared", rows) + seeds_section(runs)
+# ------------------------------------------------------------------------- which runs
+
+
+def model_of(row: dict) -> str:
+    return f"{row['kind']} {row['size']}".strip()
+
+
+def sweep_budget(plan: dict) -> float:
+    """Seconds of a sweep's runs; 0 where each model has its own rate."""
+    return plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
+
+
+def first_seeds(runs: dict) -> list[dict]:
+    """The runs but for those that measured a speed, or repeat one with another seed."""
+    return [row for row in runs.values() if row.get("budget") != 0 and "seed" not in row]
+
+
+def finished(runs: dict, kind: str | None = None) -> list[dict]:
+    """The `first_seeds` of a kind, or of all, that ended with a loss."""
+    rows = [row for row in first_seeds(runs) if "failure" not in row]
+    return [row for row in rows if kind in (None, row.get("kind"))]
+
+
+def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
+    """The run of a kind that has the lowest validation loss after a budget."""
+    rows = [row for row in finished(runs, kind) if row["budget"] == seconds]
+    return min(rows, key=lambda row: row["validation_loss"], default=None)
 
 
 def repeated(runs: dict) -> dict[str, list[dict]]:
@@ -115,89 +165,8 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
         if "seed" in row:
             first = name.removesuffix(f", seed {row['seed']}")
             found.setdefault(first, [runs[first]]).append(row)
-    return {name: [row for row in own if "failure" not in row] for name, own in found.items()}
-
-
-def seeds_section(runs: dict) -> list[str]:
-    """The losses of repeated runs, and how far these are apart."""
-    rows = []
-    for name, own in repeated(runs).items():
-        losses = {row["settings"].get("seed", 0): row["validation_loss"] for row in own}
-        if losses:
-            middle, apart = mean(losses.values()), max(losses.values()) - min(losses.values())
-            each = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in losses.items())
-            row = {"run": name, "seeds": len(losses), "mean": middle}
-            rows.append(row | {"apart": f"{apart / middle:.2%}", "each (seed)": each})
-    return section("## Seeds", rows)
-
-
-# ------------------------------------------------------------------------- kinds and sizes
-
-
-def parts_of_kinds(result: dict) -> list[str]:
-    """The runs that follow a sweep and pretraining, by time and the best first; then speeds and
-    what the sweep found.
-    """
-    plan, runs = result["plan"], result["runs"]
-    sweep = plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
-    longer = [row for row in finished(runs) if row["budget"] > sweep]
-    longer = [row for row in longer if {"loss_by_position", "top1_of_32"} & row.keys()]
-    longer.sort(key=lambda row: (row["budget"], row["validation_loss"]))
-    are_tasks = any(row["settings"].get("data.source") in TASKS for row in longer)
-    titles = OF_KINDS + (["accuracy"] if are_tasks else OF_TEXTS)
-    losses = [{"model": model_of(row)} | cells(row, titles) for row in longer]
-    swept = [row for row in runs.values() if 0 < row["budget"] <= sweep]
-    parts = ["# Models of several sizes for equal times"]
-    parts += section("## Losses", losses, keys=3) + seeds_section(runs)
-    parts += section("## Speeds and learning rates", rate_rows(runs, swept))
-    diverged = [
-        f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})"
-        for row in runs.values()
-        if "failure" in row and row["budget"] > sweep
-    ]
-    parts += [f"Diverged: {', '.join(diverged)}."] if diverged else []
-    return [*parts, NOTES_OF_KINDS]
-
-
-def model_of(row: dict) -> str:
-    return f"{row['kind']} {row['size']}".strip()
-
-
-def finished(runs: dict, kind: str | None = None) -> list[dict]:
-    """The runs that ended with a loss, but for those that measured a speed, and those that repeat
-    one with another seed.
-    """
-    return [
-        row
-        for row in runs.values()
-        if row.get("budget") != 0 and not {"failure", "seed"} & row.keys()
-        if kind in (None, row.get("kind"))
-    ]
-
-
-def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
-    """The run of a kind that has the lowest validation loss after a budget."""
-    rows = [row for row in finished(runs, kind) if row["budget"] == seconds]
-    return min(rows, key=lambda row: row["validation_loss"], default=None)
-
-
-def rate_rows(runs: dict, swept: list[dict]) -> list[dict]:
-    """The size and speed of each model's longest run, and its losses in the sweep, of which the
-    best is bold.
-    """
-    rates, rows = sorted({row["lr"] for row in swept}), []
-    for name in dict.fromkeys(map(model_of, swept or finished(runs))):
-        if own := [row for row in finished(runs) if model_of(row) == name]:
-            longest = max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
-            tried = {row["lr"]: row for row in swept if model_of(row) == name}
-            losses = {rate: row.get("validation_loss", math.inf) for rate, row in tried.items()}
-            row = {"model": name} | cells(longest, ["parameters, M", "tokens/s", "useful TFLOP/s"])
-            for rate in rates:
-                text = cells(tried.get(rate, {}), ["validation loss"])["validation loss"]
-                best = text and losses[rate] == min(losses.values())
-                row[f"lr {rate:g}"] = f"**{text}**" if best else text
-            rows.append(row)
-    return rows
+    found = {name: [row for row in own if "failure" not in row] for name, own in found.items()}
+    return {name: own for name, own in found.items() if own}
 
 
 # ------------------------------------------------------------------------- pictures
@@ -224,8 +193,8 @@ def figure_of_runs(runs: dict):
         end, colour = row["validation_loss"], f"C{number}"
         axes.plot(times, losses, color=colour, linewidth=1, label=f"{end:.3f} {name}")
         axes.plot(row["training_seconds"], end, "o", color=colour)
-    axes.set(xlabel="training time (s)", title="Training loss; dots: validation")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set(xlabel="training time (s)", ylabel="loss (nats per token)")
+    axes.set_title("Training loss; dots: validation")
     name_curves(axes)
     return figure
 
@@ -241,22 +210,22 @@ def figure_of_kinds(result: dict):
     kinds = dict.fromkeys([*result["plan"]["kinds"], *(row["kind"] for row in finished(runs))])
     for number, kind in enumerate(kind for kind in kinds if finished(runs, kind)):
         budgets = sorted({row["budget"] for row in finished(runs, kind)})
-        best = [best_size(runs, kind, budget) for budget in budgets]
-        ends = [(row["training_seconds"], row["validation_loss"]) for row in best]
+        best = {budget: best_size(runs, kind, budget) for budget in budgets}
+        ends = [(row["training_seconds"], row["validation_loss"]) for row in best.values()]
         style = {"marker": "o", "markersize": 4, "color": f"C{number}"}
         by_time.plot(*zip(*ends, strict=True), label=kind, **style)
         for rows in repeated(runs).values():
-            if rows and rows[0]["kind"] == kind:
+            if rows[0]["kind"] == kind:
                 losses = [row["validation_loss"] for row in rows]
                 bar = {"color": f"C{number}", "linewidth": 5, "alpha": 0.4}
                 by_time.vlines(rows[0]["training_seconds"], min(losses), max(losses), **bar)
-        if means := (best_size(runs, kind, seconds) or {}).get("loss_by_position"):
+        if means := best.get(seconds, {}).get("loss_by_position"):
             # Of a range of a single position the mean is mostly noise.
             ranges = [(end, loss) for (first, _), (end, loss) in pairwise(means) if end - first > 1]
             by_position.plot(*zip(*ranges, strict=True), **style)
     by_time.set(xlabel="training time on one GPU (s)", title="Lowest loss by time")
-    by_position.set(xlabel="tokens before, up to", title=f"By position, after {seconds:g} s")
     by_time.set_ylabel("validation loss (nats per token)")
+    by_position.set(xlabel="tokens before, up to", title=f"By position, after {seconds:g} s")
     log_axis(by_time)
     log_axis(by_position)
     name_curves(by_time)
