@@ -4,14 +4,14 @@ of a layer of any causal language model, with the checkpoint's weights and with 
     python -m mixer.representation --checkpoint runs/demo/step-600
     python -m mixer.representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6 12
 
-Hamming score: the share of positions whose token is not the text's; 0 is best. Only the best token
-of a position counts. The paper's own script accepts the text's token among the five best, so its
-scores are no higher than these. Another search might read more.
-
 A guess, at first Gaussian noise in place of the text's embeddings, is changed by gradient descent
 until the layer gives for it what it gives for the text. The distance is L1, over the outputs of all
 tokens or of the last token alone, which is all that the next token is predicted from. The
 pseudo-inverse of the embedding then turns the guess into tokens.
+
+Hamming score: the share of positions whose token is not the text's; 0 is best. Only the best token
+of a position counts. The paper's own script accepts the text's token among the five best, so its
+scores are no higher than these. Another search might read more.
 """
 
 import argparse
@@ -29,14 +29,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
-from mixer.evaluation.evaluate import (
-    EvalOptions,
-    check_options,
-    choose_text,
-    choose_window,
-    describe_model,
-)
-from mixer.evaluation.measure import DEVICES, choose_device
+from mixer.evaluation import evaluate
+from mixer.evaluation.scoring import DEVICES, choose_device
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.reporting.tables import table, wrapped
 
@@ -77,47 +71,48 @@ def representation(options: argparse.Namespace) -> dict:
     Raises UserError if the checkpoint or the text cannot be read, or if the model does not have the
     layers or tokens that are asked for.
     """
-    source = EvalOptions(checkpoint=str(options.checkpoint), text=options.text, data=options.data)
-    check_options(source)
-    model, tokenizer = load_checkpoint(options.checkpoint, choose_device(options.device, "fp32"))
-    context, _ = choose_window(source, model)
-    count = len(blocks(model.base_model))
-    layers = options.layers or list(range(count + 1))
-    lengths = options.tokens or [n for n in TOKENS if n <= context] or [context]
-    require("texts", [options.texts], 1, 10**6)
-    require("steps", [options.steps], 1, 10**9)
-    require("layers", layers, 0, count)
-    require("tokens", lengths, 1, context)
-    text = choose_text(source, context, tokenizer)
+    directory = options.checkpoint
+    source = evaluate.EvalOptions(str(directory), text=options.text, data=options.data)
+    evaluate.check_options(source)
+    model, tokenizer = load_checkpoint(directory, choose_device(options.device, "fp32"))
+    context, _ = evaluate.choose_window(source, model)
+    text = evaluate.choose_text(source, context, tokenizer)
     check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
-    stream = max(text.streams, key=len)
+    stream, count = max(text.streams, key=len), len(blocks(model.base_model))
+    layers = range(count + 1) if options.layers is None else options.layers
+    longest = min(context, len(stream))
+    lengths = options.tokens or [n for n in TOKENS if n <= longest] or [longest]
+    for name, values, least, most in (
+        ("texts", [options.texts], 1, 10**6),
+        ("steps", [options.steps], 1, 10**9),
+        ("layers", layers, 0, count),
+        ("tokens", lengths, 1, longest),
+    ):
+        if wrong := [value for value in values if not least <= value <= most]:
+            raise UserError(f"--{name} is {wrong[0]}; allowed here: {least} to {most}")
     windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
-        inverse = torch.linalg.pinv(tested.get_input_embeddings().weight)
+        embedding = tested.get_input_embeddings().weight
+        inverse = torch.linalg.pinv(embedding)
         for layer in layers:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
-            found = score_layer(tested, layer, inverse, windows, options.steps)
-            rows += [{"weights": weights, **row} for row in found]
-    described = describe_model(options.checkpoint, model, tokenizer)
+            run = first_layers(tested, layer)
+            for outputs, read in READ.items():
+                about = {"weights": weights, "outputs": outputs, "layer": layer}
+                for tokens in windows:
+                    guess, left = reconstruct(run, embedding[tokens], read, options.steps)
+                    score = hamming_score(guess, tokens, inverse)
+                    found = {"tokens": tokens.shape[1], "hamming": score, "distance_left": left}
+                    rows.append(about | found)
+    described = evaluate.describe_model(directory, model, tokenizer)
     about = {"text": text.name, "texts": options.texts, "steps": options.steps}
     return {**described, **about, "rows": rows}
 
 
-def require(name: str, values: list[int], least: int, most: int) -> None:
-    for value in values:
-        if not least <= value <= most:
-            raise UserError(f"--{name} is {value}; allowed here: {least} to {most}")
-
-
 def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
     """Windows (texts, length) int64 of one text, their beginnings spread evenly over it."""
-    if len(stream) < length:
-        raise UserError(
-            f"the longest text has {len(stream)} tokens, fewer than --tokens {length}: give a "
-            "longer text, or fewer"
-        )
     starts = np.linspace(0, len(stream) - length, texts).astype(int)
     windows = [stream[start : start + length].astype(np.int64) for start in starts]
     return torch.from_numpy(np.stack(windows))
@@ -161,9 +156,7 @@ def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
     del blocks(body)[layer:]  # the output of later blocks is not needed
     kept = {}
     body.get_input_embeddings().register_forward_hook(lambda *_: kept["input"])
-    blocks(body)[-1].register_forward_hook(
-        lambda _block, _given, output: kept.update(output=output)
-    )
+    blocks(body)[-1].register_forward_hook(lambda *given: kept.update(output=given[-1]))
 
     def run(embedded: Tensor) -> Tensor:
         kept["input"] = embedded  # which the hook above puts in place of the embedding's output
@@ -206,23 +199,6 @@ def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:
     pseudo-inverse of the embedding.
     """
     return (torch.argmax(guess @ inverse, dim=-1) != tokens).double().mean().item()
-
-
-def score_layer(
-    model: PreTrainedModel, layer: int, inverse: Tensor, windows: list[Tensor], steps: int
-) -> list[dict]:
-    """A row of numbers for each of READ and of `windows` (texts, tokens) int64.
-
-    inverse: see `hamming_score`. The model is in fp32 and eval mode.
-    """
-    run, embedding, rows = first_layers(model, layer), model.get_input_embeddings().weight, []
-    for name, read in READ.items():
-        for tokens in windows:
-            guess, left = reconstruct(run, embedding[tokens].detach(), read, steps)
-            about = {"outputs": name, "layer": layer, "tokens": tokens.shape[1]}
-            score = hamming_score(guess, tokens, inverse)
-            rows.append(about | {"hamming": score, "distance_left": left})
-    return rows
 
 
 def random_twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -233,7 +233,7 @@ def where(model: PreTrainedModel, config: RunConfig, validation: Samples) -> dic
         vars(part).pop("forward", None)  # what is compiled is for the trainer's calls alone
     device = next(model.parameters()).device
     dtype = AUTOCAST_TYPES.get(config.train.mixed_precision)
-    scores = evaluate_batches(model, batches, context, device, dtype)
+    scores = evaluate_batches(model, batches, context, dtype, (device, 0, 1))
     means, counts = [], scores.count_by_position
     if counts.all():  # a task scores some positions alone
         ends = sorted({min(2**n, context) for n in range(context.bit_length() + 1)})

@@ -2,10 +2,12 @@
 
 import hashlib
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -13,21 +15,14 @@ from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
 from mixer.common.files import check_writable, directory_for
-from mixer.common.hardware import memory_for
+from mixer.common.hardware import memory_for, peak_memory_gb
 from mixer.common.options import option, option_problems
 from mixer.data.config import TASKS, DataConfig
 from mixer.data.prepared import PairFile
 from mixer.distributed.world import leave_with_error
-from mixer.evaluation import measure, texts
-from mixer.evaluation.measure import Process
+from mixer.evaluation import scoring, texts
 from mixer.evaluation.report import evaluation_report, write_evaluation
-from mixer.evaluation.scoring import (
-    AUTOCAST_TYPES,
-    TokenScores,
-    check_causality,
-    sample_batches,
-    window_batches,
-)
+from mixer.evaluation.scoring import AUTOCAST_TYPES, DEVICES, Place, TokenScores
 from mixer.evaluation.texts import Text
 from mixer.ops import BACKENDS
 
@@ -72,7 +67,7 @@ class EvalOptions:
         "last window of a stream: short, or full: let it begin earlier, as long as the others",
         choices=LAST_WINDOW,
     )
-    device: str = option("auto", "auto, cpu or cuda", choices=measure.DEVICES)
+    device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
     backend: str = option(
         "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
@@ -155,7 +150,7 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     """(window, stride) in tokens."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     window = options.window or context
-    if window is None or (context and not measure.reads(model, window)):
+    if window is None or (context and not scoring.reads(model, window)):
         raise UserError(
             f"the context of {options.checkpoint} is {context or 'not known'}, the window "
             f"{options.window}: give --window 1..{context or 'N'}"
@@ -200,41 +195,45 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     a model that is not causal, a loss that is not finite, and too little memory.
     """
     check_options(options)
-    process = measure.join_processes(measure.choose_device(options.device, options.dtype))
+    place = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
-    with memory_for(process.device, f"evaluating {options.checkpoint}", sizes, lower):
-        return _evaluate(options, process)
+    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, lower):
+        return _evaluate(options, place)
 
 
-def _evaluate(options: EvalOptions, process: Process) -> dict:
-    directory = Path(options.checkpoint)
-    model, tokenizer = load_checkpoint(directory, process.device, options.backend)
+def _evaluate(options: EvalOptions, place: Place) -> dict:
+    directory, (device, _, processes) = Path(options.checkpoint), place
+    model, tokenizer = load_checkpoint(directory, device, options.backend)
     found = describe_model(directory, model, tokenizer)  # before a window extends its context
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found |= {
         "window": window,
         "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
-        "device": str(process),
+        "device": f"{processes} x {name}" if processes > 1 else name,
     }
-    dtype, batch_size = AUTOCAST_TYPES[options.dtype], options.batch_size
+    dtype, size = AUTOCAST_TYPES[options.dtype], options.batch_size
     if options.pairs:
         texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(options.pairs, "validation", window)
-        shares = measure.find_partners(model, pairs, batch_size, dtype, process)
+        shares = scoring.find_partners(model, pairs, size, dtype, place)
         return found | {"data": options.pairs, "tokens": window} | shares
     text = choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
-    check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
+    scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
+    batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
     if text.task:
-        batches = sample_batches(text.task, 0, batch_size)
-    else:
-        batches = window_batches(text.streams, window, stride, batch_size, options.last_window)
-    scores, cost = measure.measure(model, batches, window, dtype, process)
+        batches = scoring.sample_batches(text.task, 0, size)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    scores = scoring.evaluate_batches(model, batches, window, dtype, place)
+    seconds = time.perf_counter() - began
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
@@ -244,8 +243,10 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "stride": stride,
         "first_token": FIRST_TOKEN[options.first_token],
         "last_window": LAST_WINDOW[options.last_window],
+        "tokens_per_second": scores.tokens / seconds,
+        "peak_memory_gb": peak_memory_gb(device),
     }
-    return found | numbers(scores, text, found["context"]) | cost
+    return found | numbers(scores, text, found["context"])
 
 
 def describe_model(

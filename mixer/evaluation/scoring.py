@@ -1,4 +1,4 @@
-"""Scores of token streams, window by window.
+"""Scores of token streams, window by window, and of pairs of texts, by all processes of a launch.
 
 A window is at most `context` tokens long, and windows begin `stride` tokens apart. A window counts
 only the targets that no earlier window has scored, so every token but the first of a stream is
@@ -10,23 +10,33 @@ targets either way.
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, is_launched
+from mixer.common.hardware import lacks_bf16
 from mixer.data.batches import Batch, Samples
+from mixer.data.prepared import PairFile
+from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
+DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
 AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 # As a share of the largest logit. A causal model's logits do not move at all, except with libraries
 # whose matmuls choose the order of a sum by the data.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+Place = tuple[torch.device, int, int]  # this process's device, its number, and how many there are
+ALONE = (torch.device("cpu"), 0, 1)
 
 
 @dataclass
@@ -90,6 +100,39 @@ class TokenScores:
             "accuracy_by_position": means(self.right_by_position),
             "count_by_position": counts,
         }
+
+
+# ------------------------------------------------------------------------- where, and how much
+
+
+def choose_device(name: str, dtype: str) -> torch.device:
+    """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device cuda was asked for and PyTorch sees no CUDA device: "
+            "use --device cpu, or install a CUDA build"
+        )
+    device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if dtype == "bf16" and (name := lacks_bf16(device)):
+        raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
+    return device
+
+
+def join_processes(device: torch.device) -> Place:
+    """This process's place in its launch (`accelerate launch`, torchrun), if there is one."""
+    if not is_launched() or os.environ["WORLD_SIZE"] == "1":
+        return device, 0, 1
+    state = PartialState(cpu=device.type == "cpu")
+    return state.device, state.process_index, state.num_processes
+
+
+def reads(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a model reads so many tokens; one with mixing weights by lag is extended to."""
+    context = model.config.get_text_config().max_position_embeddings
+    by_lag = getattr(model.config, "mixing_weight", None) == "lags"
+    if tokens > context and by_lag:
+        model.extend_context(tokens)
+    return by_lag or tokens <= getattr(model.config, "longest_text", context)
 
 
 # ------------------------------------------------------------------------- batches
@@ -162,18 +205,18 @@ def evaluate_batches(
     model: nn.Module,
     batches: Iterable[Batch],
     context: int,
-    device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    share: tuple[int, int] = (0, 1),
+    place: Place = ALONE,
 ) -> TokenScores:
     """Scores the targets of batches (batch, tokens <= context), except those that are -100.
 
-    model: maps input_ids to `.logits` (batch, tokens, vocab), on `device`. dtype: of autocast, or
-    None. share: (index, count) scores every count-th batch from the index-th on.
+    model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `place`. dtype: of
+    autocast, or None. The processes share the batches, and each returns the scores of all.
     """
     scores = TokenScores(np.zeros(context), *np.zeros((2, context), dtype=np.int64))
+    device, index, processes = place
     model.eval()
-    for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
+    for inputs, targets in itertools.islice(batches, index, None, processes):
         inputs, targets = inputs.to(device), targets.to(device)
         logits = logits_of(model, inputs, dtype)
         # -log p of each target in nats, (batch, tokens); zero where it is not counted
@@ -186,7 +229,7 @@ def evaluate_batches(
         scores.windows += len(inputs)
         scores.repeats += int(repeats.sum())
         scores.repeats_nats += float(nats[repeats].sum())
-    return scores
+    return TokenScores.total(gather_object([scores]) if processes > 1 else [scores])
 
 
 def find_repeats(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -227,3 +270,25 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
             f"moved by {moved:.3g}; allowed: not at all. It sees what it should predict, so its "
             "perplexity means nothing: give a causal model"
         )
+
+
+def find_partners(
+    model: PreTrainedModel,
+    pairs: PairFile,
+    batch_size: int,
+    dtype: torch.dtype | None,
+    place: Place,
+) -> dict:
+    """The number of pairs and their `top1`. The processes share the pairs."""
+
+    def embed(*sides: Tensor) -> Tensor:
+        with torch.autocast(place[0].type, dtype=dtype, enabled=dtype is not None):
+            return torch.stack([text_vectors(model, texts) for texts in sides])
+
+    count = min(len(pairs), MOST_PAIRS)
+    vectors = pair_vectors(embed, pairs, count, batch_size, place)
+    if place[2] > 1:
+        torch.distributed.all_reduce(vectors)
+    if not vectors.isfinite().all():
+        raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
+    return {"pairs": count} | top1(*vectors)
