@@ -8,9 +8,9 @@ A plan has `common`, the options of all runs by section.key, and either
   trains for a few steps, which measures its speed; at each of `rates`, for `sweep_share` of the
   steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
   lower one. Then the best size of a kind trains for each of `seconds_of_best`, again at its rate
-  and at the next lower one. After these longer runs the loss is also measured by position and by
-  kind of token. Without `rates` each model keeps its own. With `pretraining`, the options of a run
-  of as many seconds that comes first, at each model's own rate, all others start from its weights.
+  and at the next lower one. Without `rates` each model keeps its own. With `pretraining`, the
+  options of a run of as many seconds that comes first, at each model's own rate, all others start
+  from its weights.
 
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other first
 weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer and the
@@ -36,7 +36,6 @@ class Run:
     name: str
     settings: dict  # by section.key
     about: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
-    by_position: bool = False  # whether the loss is measured by position and by kind of token
     keeps: bool = False  # whether its checkpoint stays, for others to start from
 
     def with_seed(self, seed: int) -> "Run":
@@ -76,7 +75,7 @@ class Model:
     def rate(self) -> float:
         return self.options.get("optim.lr") or RunConfig().optim.lr
 
-    def run(self, budget: float, rate: float, steps: int, by_position: bool = False) -> Run:
+    def run(self, budget: float, rate: float, steps: int) -> Run:
         """budget: the seconds that the steps are meant to take; 0 for the run that measures the
         speed.
         """
@@ -86,7 +85,7 @@ class Model:
         warmup = self.options.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
         changes = {"train.steps": steps, "optim.lr": rate}
         changes["optim.warmup_steps"] = min(warmup, steps // 3)
-        return Run(name, self.options | changes, about, by_position)
+        return Run(name, self.options | changes, about)
 
 
 def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
@@ -206,12 +205,12 @@ def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -
     rates = sorted(rate for rate in plan.get("rates", [best["lr"]]) if rate <= best["lr"])[-2:]
     losses = {}
     for rate in reversed(rates):
-        row = yield model.run(seconds, rate, steps, by_position=True)
+        row = yield model.run(seconds, rate, steps)
         losses[rate] = row.get("validation_loss", float("inf"))
     for seed in plan.get("seeds", []):
         better = min(losses, key=losses.get)
         again = yield from pretrained(plan, model, seed)
-        yield again.run(seconds, better, steps, by_position=True).with_seed(seed)
+        yield again.run(seconds, better, steps).with_seed(seed)
 
 
 def steps_in(seconds: float, measured: dict) -> int:

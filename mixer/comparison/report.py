@@ -1,9 +1,6 @@
-"""The report of a plan's results, from these alone: tables, and a picture of named runs by time, or
-of kinds by time and by position.
-"""
+"""The report of a plan's results, from these alone: tables, and a picture of losses by time."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -41,9 +38,8 @@ NOTES = (
 )
 NOTES_OF_KINDS = (
     "No run reads its text more than four times. If the best rate is the highest or the lowest "
-    "tried, a better one may lie beyond. Repeats: tokens that a copy from the window would "
-    "predict, as the two tokens before them occurred earlier in the window and were followed by "
-    "the same token."
+    "tried, a better one may lie beyond. Repeats (of earlier versions): tokens that follow the two "
+    "tokens before them earlier in the window, too."
 )
 
 
@@ -200,33 +196,24 @@ def figure_of_runs(runs: dict):
 
 
 def figure_of_kinds(result: dict):
-    """The lowest loss of each kind after each time, with a bar for the spread of seeds, and the
-    loss by position of its best size.
-    """
-    runs, seconds = result["runs"], result["plan"]["seconds"]
-    figure = new_figure(figsize=(11.5, 5))
-    by_time, by_position = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    """The lowest loss of each kind after each time, with a bar for the spread of seeds."""
+    runs = result["runs"]
+    figure = new_figure(figsize=(8, 4.8))
+    axes = figure.add_subplot()
     # In the order of the plan, so that what plans have in common looks the same.
     kinds = dict.fromkeys([*result["plan"]["kinds"], *(row["kind"] for row in finished(runs))])
     for number, kind in enumerate(kind for kind in kinds if finished(runs, kind)):
-        budgets = sorted({row["budget"] for row in finished(runs, kind)})
-        best = {budget: best_size(runs, kind, budget) for budget in budgets}
-        ends = [(row["training_seconds"], row["validation_loss"]) for row in best.values()]
-        style = {"marker": "o", "markersize": 4, "color": f"C{number}"}
-        by_time.plot(*zip(*ends, strict=True), label=kind, **style)
+        budgets, colour = sorted({row["budget"] for row in finished(runs, kind)}), f"C{number}"
+        best = [best_size(runs, kind, budget) for budget in budgets]
+        ends = [(row["training_seconds"], row["validation_loss"]) for row in best]
+        axes.plot(*zip(*ends, strict=True), label=kind, color=colour, marker="o", markersize=4)
         for rows in repeated(runs).values():
             if rows[0]["kind"] == kind:
-                losses = [row["validation_loss"] for row in rows]
-                bar = {"color": f"C{number}", "linewidth": 5, "alpha": 0.4}
-                by_time.vlines(rows[0]["training_seconds"], min(losses), max(losses), **bar)
-        if means := best.get(seconds, {}).get("loss_by_position"):
-            # Of a range of a single position the mean is mostly noise.
-            ranges = [(end, loss) for (first, _), (end, loss) in pairwise(means) if end - first > 1]
-            by_position.plot(*zip(*ranges, strict=True), **style)
-    by_time.set(xlabel="training time on one GPU (s)", title="Lowest loss by time")
-    by_time.set_ylabel("validation loss (nats per token)")
-    by_position.set(xlabel="tokens before, up to", title=f"By position, after {seconds:g} s")
-    log_axis(by_time)
-    log_axis(by_position)
-    name_curves(by_time)
+                losses, time = [row["validation_loss"] for row in rows], rows[0]["training_seconds"]
+                bar = {"color": colour, "linewidth": 5, "alpha": 0.4}
+                axes.vlines(time, min(losses), max(losses), **bar)
+    axes.set(xlabel="training time on one GPU (s)", ylabel="validation loss (nats per token)")
+    axes.set_title("Lowest loss by time")
+    log_axis(axes)
+    name_curves(axes)
     return figure

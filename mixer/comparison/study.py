@@ -18,19 +18,16 @@ from statistics import median
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
 from mixer.common.files import check_writable, write_json
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
-from mixer.data.batches import Samples
 from mixer.data.prepare import open_data
 from mixer.data.prepared import Manifest
-from mixer.evaluation.scoring import AUTOCAST_TYPES, evaluate_batches, sample_batches
 from mixer.reporting.metrics_file import read_metrics
-from mixer.training.config import RunConfig, load_config
+from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.objective import useful_flops
 
@@ -186,8 +183,6 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         row |= measured(lines, data.manifest, is_speed=run.about.get("budget") == 0)
         row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
-        if run.by_position and not config.is_contrastive:
-            row |= where(model, config, data.validation)
     if run.keeps:
         row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
     else:
@@ -220,24 +215,3 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
         "loss": [[windows[number]["step"], windows[number]["loss"]] for number in chosen],
     }
     return found | {name: validation[name] for name in validation if name.startswith("top1_of_")}
-
-
-def where(model: PreTrainedModel, config: RunConfig, validation: Samples) -> dict:
-    """The validation loss of the run's samples by kind of token, and by position: the means of
-    positions 0, 1, 2 to 3, 4 to 7 and so on, each with the position before which it ends.
-    """
-    context = config.model.max_position_embeddings
-    batches = sample_batches(validation, config.train.eval_samples, config.train.batch_size)
-    model.config.use_cache = False  # a transformer would keep keys and values
-    for part in model.modules():
-        vars(part).pop("forward", None)  # what is compiled is for the trainer's calls alone
-    device = next(model.parameters()).device
-    dtype = AUTOCAST_TYPES.get(config.train.mixed_precision)
-    scores = evaluate_batches(model, batches, context, dtype, (device, 0, 1))
-    means, counts = [], scores.count_by_position
-    if counts.all():  # a task scores some positions alone
-        ends = sorted({min(2**n, context) for n in range(context.bit_length() + 1)})
-        for first, end in pairwise([0, *ends]):
-            mean = scores.nats_by_position[first:end].sum() / counts[first:end].sum()
-            means.append([end, round(float(mean), 8)])
-    return scores.by_kind | {"loss_by_position": means}

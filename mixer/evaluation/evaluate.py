@@ -3,8 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -16,70 +15,21 @@ from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_che
 from mixer.common.errors import UserError, rank
 from mixer.common.files import check_writable, directory_for
 from mixer.common.hardware import memory_for, peak_memory_gb
-from mixer.common.options import option, option_problems
-from mixer.data.config import TASKS, DataConfig
+from mixer.common.options import option_problems
+from mixer.data.config import DataConfig
 from mixer.data.prepared import PairFile
 from mixer.distributed.world import leave_with_error
-from mixer.evaluation import scoring, texts
+from mixer.evaluation import scoring
 from mixer.evaluation.report import evaluation_report, write_evaluation
-from mixer.evaluation.scoring import AUTOCAST_TYPES, DEVICES, Place, TokenScores
-from mixer.evaluation.texts import Text
-from mixer.ops import BACKENDS
-
-FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
-LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
-
-
-@dataclass
-class EvalOptions:
-    """What to evaluate, and how; the fields are the options of eval.py."""
-
-    checkpoint: str = option(
-        MISSING, "a checkpoint, e.g. runs/demo/step-600, or the directory of any causal LM"
-    )
-    # At most one of these four.
-    text: Sequence[str] = option(
-        (), "files, folders or globs: each text file is a document, each row of .jsonl or .parquet"
-    )
-    data: str = option("", "prepared data directory; default: the one of the run")
-    pairs: str = option("", "prepared data directory: how often texts find their partners there")
-    hub: str = option("", "dataset of the hub, each row a document")
-    subset: str = option("", "hub: the dataset's configuration")
-    split: str = option("test", "hub: the split to read")
-    text_field: str = option("text", "field of a row that holds its text")
-    window: int | None = option(
-        None,
-        "longest window in tokens; default: the context, which mixing weights by lag can exceed",
-        at_least=1,
-    )
-    stride: int | None = option(
-        None, "tokens between windows, 1..window; default: the window (disjoint)", at_least=1
-    )
-    batch_size: int = option(16, "windows per forward", at_least=1)
-    max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
-    first_token: str = option(
-        "skip",
-        "first token of a stream: skip, or eos: score it after an EOS, and blank rows too",
-        choices=FIRST_TOKEN,
-    )
-    last_window: str = option(
-        "short",
-        "last window of a stream: short, or full: let it begin earlier, as long as the others",
-        choices=LAST_WINDOW,
-    )
-    device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
-    dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
-    backend: str = option(
-        "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
-    )
-
-    @property
-    def source(self) -> DataConfig | str | None:
-        """What is scored where no text is named: the task or the data directory of the run."""
-        trainer = read_trainer(Path(self.checkpoint))
-        data = trainer.get("settings", {}).get("data", {})
-        is_task = data.get("source") in TASKS and not self.data
-        return DataConfig(**data) if is_task else self.data or trainer.get("data_directory")
+from mixer.evaluation.scoring import Place, TokenScores
+from mixer.evaluation.texts import (
+    FIRST_TOKEN,
+    LAST_WINDOW,
+    EvalOptions,
+    Text,
+    choose_text,
+    validation_text,
+)
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
@@ -149,42 +99,15 @@ def check_options(options: EvalOptions) -> None:
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
     """(window, stride) in tokens."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    window = options.window or context
-    if window is None or (context and not scoring.reads(model, window)):
+    window = options.window or context or 0
+    stride = options.stride or window
+    if not 0 < stride <= window or (context and not scoring.reads(model, window)):
         raise UserError(
             f"the context of {options.checkpoint} is {context or 'not known'}, the window "
-            f"{options.window}: give --window 1..{context or 'N'}"
+            f"{window}, the stride {stride}: give --window 1..{context or 'N'}, and --stride "
+            "1..window"
         )
-    stride = options.stride or window
-    if stride > window:
-        raise UserError(f"stride {stride} is outside 1..{window} (the window): choose one inside")
     return window, stride
-
-
-def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The text that the options name, cut to max_tokens, or what the run was trained on."""
-    field, blank = options.text_field, options.first_token == "eos"
-    if options.text:
-        names = [Path(path).name for path in options.text]
-        name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
-        sources = [DataConfig("text", path, text_field=field) for path in options.text]
-        text = texts.text_of(name, sources, tokenizer, blank, options.max_tokens)
-    elif options.hub:
-        where = options.hub, options.subset, options.split
-        sources = [DataConfig("hub", *where, text_field=field)]
-        name = " ".join(filter(None, where))
-        text = texts.text_of(name, sources, tokenizer, blank, options.max_tokens)
-    elif isinstance(source := options.source, DataConfig):
-        return texts.task_text(source, window)
-    else:
-        text = texts.validation_text(Path(source), window, tokenizer)
-    if options.first_token == "eos":
-        texts.put_eos_first(text, tokenizer)
-    if all(len(tokens) < 2 for tokens in text.streams):
-        raise UserError(
-            f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
-        )
-    return texts.limit(text, options.max_tokens, tokenizer)
 
 
 def evaluate_checkpoint(options: EvalOptions) -> dict:
@@ -213,13 +136,16 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found |= {
         "window": window,
+        "stride": stride,
+        "first_token": FIRST_TOKEN[options.first_token],
+        "last_window": LAST_WINDOW[options.last_window],
         "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
         "device": f"{processes} x {name}" if processes > 1 else name,
     }
-    dtype, size = AUTOCAST_TYPES[options.dtype], options.batch_size
+    dtype, size = scoring.AUTOCAST_TYPES[options.dtype], options.batch_size
     if options.pairs:
-        texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
+        validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(options.pairs, "validation", window)
         shares = scoring.find_partners(model, pairs, size, dtype, place)
         return found | {"data": options.pairs, "tokens": window} | shares
@@ -227,26 +153,21 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
-    if text.task:
-        batches = scoring.sample_batches(text.task, 0, size)
+    if task := text.task:
+        ends = range(size, len(task) + size, size)
+        batches = (task.batch(range(end - size, min(end, len(task)))) for end in ends)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
     scores = scoring.evaluate_batches(model, batches, window, dtype, place)
-    seconds = time.perf_counter() - began
+    found["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
+    found["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
             "if it stays, the checkpoint diverged"
         )
-    found |= {
-        "stride": stride,
-        "first_token": FIRST_TOKEN[options.first_token],
-        "last_window": LAST_WINDOW[options.last_window],
-        "tokens_per_second": scores.tokens / seconds,
-        "peak_memory_gb": peak_memory_gb(device),
-    }
-    return found | numbers(scores, text, found["context"])
+    return found | numbers(scores, text, found["context"] or window)
 
 
 def describe_model(
@@ -266,10 +187,10 @@ def describe_model(
     }
 
 
-def numbers(scores: TokenScores, text: Text, context: int | None) -> dict:
-    """What a report has of the text and its scores: perplexity per token, and but for a task also
-    per word and byte, and bits per byte (nats / ln 2 / bytes); the loss up to the trained `context`
-    and past it, where windows are longer.
+def numbers(scores: TokenScores, text: Text, context: int) -> dict:
+    """What a report has of the text and its scores. But for a task, perplexity is also per word and
+    byte, with bits per byte (nats / ln 2 / bytes). Where windows are longer than the trained
+    `context`, the loss is also given up to it and past it.
     """
     found = {
         "text": text.name,
@@ -282,22 +203,17 @@ def numbers(scores: TokenScores, text: Text, context: int | None) -> dict:
         "nats": scores.nats,
         "accuracy": scores.accuracy,
         "loss": scores.loss,
-        "token_perplexity": exp_or_none(scores.loss),
     }
+    sizes = {"token": scores.tokens}
     if not text.task:
-        found |= {
-            "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
-            "byte_perplexity": exp_or_none(scores.nats / text.bytes),
-            "bits_per_byte": scores.nats / math.log(2) / text.bytes,
-        }
-    if context and context < len(scores.nats_by_position):
+        sizes |= {"word": max(text.words, 1), "byte": text.bytes}
+        found["bits_per_byte"] = scores.nats / math.log(2) / text.bytes
+    for unit, size in sizes.items():  # of words, that of an untrained model can exceed fp64
+        nats = scores.nats / size
+        found[f"{unit}_perplexity"] = math.exp(nats) if nats < 709 else None
+    if context < len(scores.nats_by_position):
         parts = {"loss_to_context": slice(context), "loss_past_context": slice(context, None)}
         for name, part in parts.items():
             if count := scores.count_by_position[part].sum():
                 found[name] = scores.nats_by_position[part].sum() / count
-    return found | scores.by_kind | scores.by_position
-
-
-def exp_or_none(value: float) -> float | None:
-    """exp(value); None where fp64 has no such number: the words of an untrained model."""
-    return math.exp(value) if value < 709 else None
+    return found | scores.by_position

@@ -20,8 +20,6 @@ COLUMNS = {
     "peak memory, GB": "peak_memory_gb",
     "loss to the context": "loss_to_context",
     "loss past it": "loss_past_context",
-    "loss of repeats": "repeats_loss",
-    "loss of others": "others_loss",
     "pairs": "pairs",
     "tokens": "tokens",
     "top1 of 32": "top1_of_32",
@@ -61,8 +59,6 @@ def conventions(r: dict) -> dict[str, str]:
         "windows": f"{r['windows']:,} of at most {r['window']:,} tokens, stride {r['stride']:,}, "
         f"the last of a stream {r['last_window']}",
         "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}",
-        "repeats": f"{r['repeats_share']:.1%} of the scored tokens, which complete three tokens "
-        "that occurred in the window already",
     }
 
 

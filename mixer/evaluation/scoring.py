@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, is_launched
 from mixer.common.hardware import lacks_bf16
-from mixer.data.batches import Batch, Samples
+from mixer.data.batches import Batch
 from mixer.data.prepared import PairFile
 from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
@@ -44,15 +44,13 @@ class TokenScores:
     """Sums over the scored tokens, in fp64.
 
     Position p of a window is that of the target which is predicted from p + 1 tokens. `right`
-    counts the targets that are the likeliest token, `repeats` those that `find_repeats` finds.
+    counts the targets that are the likeliest token.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
     count_by_position: np.ndarray  # (context,) int64
     right_by_position: np.ndarray  # (context,) int64
     windows: int = 0
-    repeats: int = 0
-    repeats_nats: float = 0.0
 
     @classmethod
     def total(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
@@ -76,16 +74,6 @@ class TokenScores:
     def accuracy(self) -> float:
         """The share of the scored tokens that are the likeliest."""
         return float(self.right_by_position.sum()) / self.tokens
-
-    @property
-    def by_kind(self) -> dict[str, float]:
-        """The loss of repeats and of all other tokens, where there are any."""
-        found, others = {"repeats_share": self.repeats / self.tokens}, self.tokens - self.repeats
-        if self.repeats:
-            found["repeats_loss"] = self.repeats_nats / self.repeats
-        if others:
-            found["others_loss"] = (self.nats - self.repeats_nats) / others
-        return found
 
     @property
     def by_position(self) -> dict[str, list]:
@@ -179,14 +167,6 @@ def window_batches(
         yield inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
 
-def sample_batches(data: Samples, samples: int, batch_size: int) -> Iterator[Batch]:
-    """Batches of `samples` samples spread evenly over a split, 0 for all, as `window_batches`."""
-    samples = min(len(data), samples or len(data))
-    for start in range(0, samples, batch_size):
-        batch = np.arange(start, min(start + batch_size, samples))
-        yield data.batch(batch * len(data) // samples)
-
-
 # ------------------------------------------------------------------------- scores
 
 
@@ -222,31 +202,11 @@ def evaluate_batches(
         # -log p of each target in nats, (batch, tokens); zero where it is not counted
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         nats, read = nats.view_as(targets).double(), slice(targets.shape[1])
-        repeats = find_repeats(inputs, targets)
         scores.nats_by_position[read] += nats.sum(0).cpu().numpy()
         scores.count_by_position[read] += (targets != -100).sum(0).cpu().numpy()
         scores.right_by_position[read] += (logits.argmax(-1) == targets).sum(0).cpu().numpy()
         scores.windows += len(inputs)
-        scores.repeats += int(repeats.sum())
-        scores.repeats_nats += float(nats[repeats].sum())
     return TokenScores.total(gather_object([scores]) if processes > 1 else [scores])
-
-
-def find_repeats(inputs: Tensor, targets: Tensor) -> Tensor:
-    """The targets that a copy from the window predicts: the two tokens before such a target
-    occurred earlier in the window, followed by the same token (an induction head's copy, arXiv
-    2209.11895).
-
-    inputs, targets: (batch, tokens) int64, below 2^21 - 1. Returns (batch, tokens) bool.
-    """
-    following = torch.where(targets == -100, F.pad(inputs[:, 1:], (0, 1)), targets)
-    # Three tokens as one number. The first target of a window has only one token before it; a
-    # number that is no token stands for the other.
-    before = F.pad(inputs[:, :-1], (1, 0), value=(1 << 21) - 1)
-    triples = (before << 42) + (inputs << 21) + following
-    ordered, places = triples.sort(dim=1, stable=True)
-    again = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
-    return torch.zeros_like(again).scatter(1, places, again) & (targets != -100)
 
 
 @torch.no_grad()

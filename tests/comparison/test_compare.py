@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -178,11 +177,6 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
         tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
         for row in [*rows, seeded]:
             assert row["tokens"] == pytest.approx(tokens, abs=256)
-            means = row["loss_by_position"]
-            assert [end for end, _ in means] == [1, 2, 4, 8, 16, 32]
-            sizes = [means[0][0], *(b - a for (a, _), (b, _) in pairwise(means))]
-            mean = sum(size * of for size, (_, of) in zip(sizes, means, strict=True)) / 32
-            assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
     assert "not finite" in runs["flat mixer 16, 0.2 s, lr 1e+18"]["failure"]
     text = (tmp_path / "results.md").read_text()
     losses = {f"{row['validation_loss']:.4f}" for row in (*final, *long) if "seed" not in row}
