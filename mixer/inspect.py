@@ -72,18 +72,14 @@ def mixing_matrices(model: PreTrainedModel) -> list[Matrices]:
     return layers
 
 
-def by_diagonal(matrix: np.ndarray) -> np.ndarray:
-    """W by lag, (context, context): row i holds W[i, i - lag] at column `lag`, and NaN at lags that
-    reach back before the first token.
-    """
-    rows = np.arange(len(matrix))[:, None]
-    read = rows - np.arange(len(matrix))  # (context, context): the token read, by row and lag
-    return np.where(read >= 0, matrix[rows, np.maximum(read, 0)], np.nan)
+def diagonals(matrix: np.ndarray) -> list[np.ndarray]:
+    """The weights of each lag, from 0, the token itself."""
+    return [np.diagonal(matrix, -lag) for lag in range(len(matrix))]
 
 
 def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
-    """Mean |W| of each diagonal, (context,): index 0 is the token itself."""
-    return np.nanmean(np.abs(by_diagonal(matrix)), axis=0)
+    """Mean |W| of each diagonal, (context,)."""
+    return np.array([np.abs(weights).mean() for weights in diagonals(matrix)])
 
 
 def effective_context(matrix: np.ndarray) -> int:
@@ -98,15 +94,11 @@ def effective_context(matrix: np.ndarray) -> int:
 
 def toeplitz_distance(matrix: np.ndarray) -> float:
     """||W - T|| / ||W|| in Frobenius norm, where T is the nearest Toeplitz matrix: W with each
-    diagonal replaced by its mean.
-
-    It is 0 if every position has the same convolution, and sqrt(1 - 2 / (context + 1)) for
-    independent random weights of mean zero.
+    diagonal replaced by its mean. It is 0 if every position has the same convolution, and
+    sqrt(1 - 2 / (context + 1)) for independent random weights of mean zero.
     """
-    diagonals = by_diagonal(matrix)
-    left = diagonals - np.nanmean(diagonals, axis=0)
-    square, whole = np.nansum(left**2), np.nansum(diagonals**2)
-    return float(np.sqrt(square / whole)) if whole else 0.0
+    left = sum(((weights - weights.mean()) ** 2).sum() for weights in diagonals(matrix))
+    return float(np.sqrt(left / ((matrix**2).sum() or 1.0)))
 
 
 # ------------------------------------------------------------------------- pages
@@ -118,14 +110,11 @@ def index(checkpoint: Path, layers: list[Matrices]) -> str:
     for number, matrices in enumerate(layers):
         for name, matrix in matrices.items():
             size = np.abs(matrix)
-            row = {
-                "layer": number,
-                "matrix": name,
-                "mean abs W": float(size[np.tri(len(matrix), dtype=bool)].mean()),
-                "share at lag 0": float(np.diag(size).sum() / max(size.sum(), 1e-300)),
-                "effective context, last row": effective_context(matrix),
-                "distance from Toeplitz": toeplitz_distance(matrix),
-            }
+            row = {"layer": number, "matrix": name}
+            row["mean abs W"] = float(size[np.tri(len(matrix), dtype=bool)].mean())
+            row["share at lag 0"] = float(np.trace(size) / (size.sum() or 1.0))
+            row["effective context, last row"] = effective_context(matrix)
+            row["distance from Toeplitz"] = toeplitz_distance(matrix)
             rows.append(row)
     pictures = ["by_lag.png", *(f"layer-{number:02d}.png" for number in range(len(layers)))]
     parts = [f"# Mixing matrices of {checkpoint}", table(rows, keys=2), wrapped(NOTES)]
@@ -133,8 +122,8 @@ def index(checkpoint: Path, layers: list[Matrices]) -> str:
 
 
 def plot_layer(matrices: Matrices, title: str, output: Path) -> None:
-    """A heat map of each matrix. The colours end at the 99th percentile of |W|, so that a strong
-    diagonal does not hide the rest.
+    """A heat map of each matrix, whose colours end at the 99th percentile of |W|: a strong diagonal
+    would hide the rest.
     """
     columns = min(len(matrices), 4)
     rows, side = math.ceil(len(matrices) / columns), 6.4 if len(matrices) == 1 else 4.2
@@ -152,9 +141,7 @@ def plot_layer(matrices: Matrices, title: str, output: Path) -> None:
 
 
 def plot_by_lag(layers: list[Matrices], output: Path) -> None:
-    """For each layer a pale curve of the mean over its matrices, and a line of means over ranges of
-    lags.
-    """
+    """For each layer the mean over its matrices: each lag pale, means over ranges of lags dark."""
     from matplotlib import colormaps
 
     figure = new_figure(figsize=(8.6, 4.8))

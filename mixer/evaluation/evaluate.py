@@ -198,10 +198,9 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
         "words": text.words,
         "tokenizer_loses": text.loses,
         "streams": len(text.streams),
-        "windows": scores.windows,
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
-        "accuracy": scores.accuracy,
+        "accuracy": float(scores.right_by_position.sum()) / scores.tokens,
         "loss": scores.loss,
     }
     sizes = {"token": scores.tokens}

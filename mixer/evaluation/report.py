@@ -56,7 +56,7 @@ def conventions(r: dict) -> dict[str, str]:
         "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
         f"{r['vocabulary']:,}",
         "streams": f"{r['streams']:,}, first token of each {r['first_token']}",
-        "windows": f"{r['windows']:,} of at most {r['window']:,} tokens, stride {r['stride']:,}, "
+        "windows": f"at most {r['window']:,} tokens, stride {r['stride']:,}, "
         f"the last of a stream {r['last_window']}",
         "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}",
     }

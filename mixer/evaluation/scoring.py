@@ -11,14 +11,13 @@ targets either way.
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
@@ -39,23 +38,15 @@ Place = tuple[torch.device, int, int]  # this process's device, its number, and 
 ALONE = (torch.device("cpu"), 0, 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenScores:
-    """Sums over the scored tokens, in fp64.
-
-    Position p of a window is that of the target which is predicted from p + 1 tokens. `right`
-    counts the targets that are the likeliest token.
+    """Sums over the scored tokens. Position p of a window is that of the target which is predicted
+    from p + 1 tokens.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
     count_by_position: np.ndarray  # (context,) int64
-    right_by_position: np.ndarray  # (context,) int64
-    windows: int = 0
-
-    @classmethod
-    def total(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
-        """The scores of a text from those of its parts."""
-        return cls(*(sum(getattr(part, name.name) for part in parts) for name in fields(cls)))
+    right_by_position: np.ndarray  # (context,) int64: targets that are the likeliest token
 
     @property
     def nats(self) -> float:
@@ -71,23 +62,13 @@ class TokenScores:
         return self.nats / self.tokens
 
     @property
-    def accuracy(self) -> float:
-        """The share of the scored tokens that are the likeliest."""
-        return float(self.right_by_position.sum()) / self.tokens
-
-    @property
     def by_position(self) -> dict[str, list]:
         """The loss, accuracy and number of targets by position; None where no target was scored."""
-        counts = self.count_by_position.tolist()
-
-        def means(sums: np.ndarray) -> list[float | None]:
-            return [n / c if c else None for n, c in zip(sums.tolist(), counts, strict=True)]
-
-        return {
-            "loss_by_position": means(self.nats_by_position),
-            "accuracy_by_position": means(self.right_by_position),
-            "count_by_position": counts,
-        }
+        counts, found = self.count_by_position.tolist(), {}
+        for name, sums in (("loss", self.nats_by_position), ("accuracy", self.right_by_position)):
+            each = zip(sums.tolist(), counts, strict=True)
+            found[f"{name}_by_position"] = [n / count if count else None for n, count in each]
+        return found | {"count_by_position": counts}
 
 
 # ------------------------------------------------------------------------- where, and how much
@@ -123,23 +104,7 @@ def reads(model: PreTrainedModel, tokens: int) -> bool:
     return by_lag or tokens <= getattr(model.config, "longest_text", context)
 
 
-# ------------------------------------------------------------------------- batches
-
-
-def plan_windows(
-    length: int, context: int, stride: int, last_window: str = "short"
-) -> Iterator[tuple[int, int, int]]:
-    """Windows over a stream of `length` tokens, as (begin, end, first counted position).
-
-    A window reads tokens[begin:end] and predicts tokens[begin + 1 : end + 1].
-    """
-    scored, targets = 0, length - 1
-    for begin in range(0, targets, stride):
-        end = min(begin + context, targets)
-        if scored < end:
-            start = max(0, end - context) if last_window == "full" else begin
-            yield start, end, scored - start
-            scored = end
+# ------------------------------------------------------------------------- scores
 
 
 def window_batches(
@@ -154,20 +119,25 @@ def window_batches(
 
     Short windows are padded on the right, which changes no earlier logit of a causal model.
     """
-    windows = (
-        (torch.from_numpy(tokens[begin : end + 1].astype(np.int64)), first)
-        for tokens in streams
-        for begin, end, first in plan_windows(len(tokens), context, stride, last_window)
-    )
-    while batch := list(itertools.islice(windows, batch_size)):
+
+    def windows() -> Iterator[tuple[Tensor, int]]:
+        """The tokens of a window with its last target, and the first position that counts."""
+        for tokens in streams:
+            scored, targets = 0, len(tokens) - 1
+            for begin in range(0, targets, stride):
+                end = min(begin + context, targets)
+                start = max(0, end - context) if last_window == "full" else begin
+                if scored < end:
+                    yield torch.from_numpy(tokens[start : end + 1].astype(np.int64)), scored - start
+                    scored = end
+
+    left = windows()
+    while batch := list(itertools.islice(left, batch_size)):
         inputs = pad_sequence([tokens[:-1] for tokens, _ in batch], batch_first=True)
         following = [tokens[1:] for tokens, _ in batch]
         targets = pad_sequence(following, batch_first=True, padding_value=-100)
         first = torch.tensor([first for _, first in batch])[:, None]
         yield inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
-
-
-# ------------------------------------------------------------------------- scores
 
 
 def logits_of(model: nn.Module, inputs: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -193,20 +163,21 @@ def evaluate_batches(
     model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `place`. dtype: of
     autocast, or None. The processes share the batches, and each returns the scores of all.
     """
-    scores = TokenScores(np.zeros(context), *np.zeros((2, context), dtype=np.int64))
     device, index, processes = place
+    sums = torch.zeros(3, context, dtype=torch.float64, device=device)  # nats, count, right
     model.eval()
     for inputs, targets in itertools.islice(batches, index, None, processes):
         inputs, targets = inputs.to(device), targets.to(device)
-        logits = logits_of(model, inputs, dtype)
-        # -log p of each target in nats, (batch, tokens); zero where it is not counted
+        logits, tokens = logits_of(model, inputs, dtype), targets.shape[1]
+        # -log p of each target in nats; zero where it is not counted
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        nats, read = nats.view_as(targets).double(), slice(targets.shape[1])
-        scores.nats_by_position[read] += nats.sum(0).cpu().numpy()
-        scores.count_by_position[read] += (targets != -100).sum(0).cpu().numpy()
-        scores.right_by_position[read] += (logits.argmax(-1) == targets).sum(0).cpu().numpy()
-        scores.windows += len(inputs)
-    return TokenScores.total(gather_object([scores]) if processes > 1 else [scores])
+        sums[0, :tokens] += nats.view_as(targets).double().sum(0)
+        sums[1, :tokens] += (targets != -100).sum(0)
+        sums[2, :tokens] += (logits.argmax(-1) == targets).sum(0)
+    if processes > 1:
+        torch.distributed.all_reduce(sums)
+    nats, counts, right = sums.cpu().numpy()
+    return TokenScores(nats, counts.astype(np.int64), right.astype(np.int64))
 
 
 @torch.no_grad()

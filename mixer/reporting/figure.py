@@ -11,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the two oranges and the two
-# blues are far from each other.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 GREY = "#777777"
 LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
 STYLE = {
-    "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.h_pad": 0.1,
     "figure.constrained_layout.w_pad": 0.1,
@@ -29,10 +27,8 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e5e5e5",
-    "grid.linewidth": 0.8,
     "axes.axisbelow": True,
-    "lines.linewidth": 1.6,
+    "grid.color": "#e5e5e5",
     "legend.frameon": False,
     "savefig.dpi": 130,
 }
