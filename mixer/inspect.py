@@ -21,16 +21,14 @@ from mixer.reporting.figure import log_means, name_curves, new_figure, plain_num
 from mixer.reporting.tables import table, wrapped
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
-ORDER = ("first ", "second ", "third ")  # names of a block's convolutions, if it has several
 # A lag with fewer weights is left out of the picture, because its mean is mostly noise.
 FEWEST = 8
 Matrices = dict[str, np.ndarray]  # of a layer, by name
 
 NOTES = (
-    f"Effective context: the most recent tokens that hold {SHARE:.0%} of the last row's |W|. "
-    "Distance from Toeplitz: how much of a matrix (Frobenius norm) the means of its diagonals "
-    "leave out; 0 is one convolution for all positions. The first picture has the mean |W| of each "
-    f"diagonal of {FEWEST} weights or more; lag 0 is the token itself."
+    f"Effective context: the most recent tokens that hold {SHARE:.0%} of the last row's |W|. The "
+    f"first picture has the mean |W| of each diagonal of {FEWEST} weights or more; lag 0 is the "
+    "token itself."
 )
 
 
@@ -43,7 +41,8 @@ def main(arguments=None) -> None:
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
-    layers, name = mixing_matrices(load_masked_mixer(options.checkpoint)), options.checkpoint.name
+    layers = mixing_matrices(load_masked_mixer(options.checkpoint))
+    name = options.checkpoint.resolve().name
     with whole_directory(output) as stage:
         for number, matrices in enumerate(layers):
             plot_layer(matrices, f"{name}, layer {number}", stage / f"layer-{number:02d}.png")
@@ -56,30 +55,26 @@ def main(arguments=None) -> None:
 
 
 def mixing_matrices(model: PreTrainedModel) -> list[Matrices]:
-    """The matrices of each layer: "W", or with the convolution, head and tap of several."""
+    """The matrices of each layer: "W", or such as "W2 head 0 tap 1" where there are several."""
     layers = []
     for layer in model.model.layers:
         found = [part for part in layer.mixing.modules() if isinstance(part, TriangularConv)]
         matrices = {}
-        for prefix, conv in zip(ORDER if found[1:] else [""], found, strict=False):
+        for number, conv in enumerate(found, 1):
             # (heads, taps, context, context)
             weight = conv.mixing_weight().detach().double().cpu().tril().numpy()
             heads, taps = weight.shape[:2]
             for head, tap in np.ndindex(heads, taps):
-                place = (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
-                matrices[f"{prefix}W{place}"] = weight[head, tap]
+                name = f"W{number}" if len(found) > 1 else "W"
+                name += (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
+                matrices[name] = weight[head, tap]
         layers.append(matrices)
     return layers
 
 
-def diagonals(matrix: np.ndarray) -> list[np.ndarray]:
-    """The weights of each lag, from 0, the token itself."""
-    return [np.diagonal(matrix, -lag) for lag in range(len(matrix))]
-
-
 def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
-    """Mean |W| of each diagonal, (context,)."""
-    return np.array([np.abs(weights).mean() for weights in diagonals(matrix)])
+    """Mean |W| of each diagonal, (context,): index 0 is the token itself."""
+    return np.array([np.abs(np.diagonal(matrix, -lag)).mean() for lag in range(len(matrix))])
 
 
 def effective_context(matrix: np.ndarray) -> int:
@@ -90,15 +85,6 @@ def effective_context(matrix: np.ndarray) -> int:
     """
     reached = np.cumsum(np.abs(matrix[-1, ::-1]))
     return 1 + int((reached < SHARE * reached[-1]).sum())
-
-
-def toeplitz_distance(matrix: np.ndarray) -> float:
-    """||W - T|| / ||W|| in Frobenius norm, where T is the nearest Toeplitz matrix: W with each
-    diagonal replaced by its mean. It is 0 if every position has the same convolution, and
-    sqrt(1 - 2 / (context + 1)) for independent random weights of mean zero.
-    """
-    left = sum(((weights - weights.mean()) ** 2).sum() for weights in diagonals(matrix))
-    return float(np.sqrt(left / ((matrix**2).sum() or 1.0)))
 
 
 # ------------------------------------------------------------------------- pages
@@ -114,7 +100,6 @@ def index(checkpoint: Path, layers: list[Matrices]) -> str:
             row["mean abs W"] = float(size[np.tri(len(matrix), dtype=bool)].mean())
             row["share at lag 0"] = float(np.trace(size) / (size.sum() or 1.0))
             row["effective context, last row"] = effective_context(matrix)
-            row["distance from Toeplitz"] = toeplitz_distance(matrix)
             rows.append(row)
     pictures = ["by_lag.png", *(f"layer-{number:02d}.png" for number in range(len(layers)))]
     parts = [f"# Mixing matrices of {checkpoint}", table(rows, keys=2), wrapped(NOTES)]

@@ -9,9 +9,9 @@ until the layer gives for it what it gives for the text. The distance is L1, ove
 tokens or of the last token alone, which is all that the next token is predicted from. The
 pseudo-inverse of the embedding then turns the guess into tokens.
 
-Hamming score: the share of positions whose token is not the text's; 0 is best. Only the best token
-of a position counts. The paper's own script accepts the text's token among the five best, so its
-scores are no higher than these. Another search might read more.
+Hamming score: the share of positions whose token is not the text's; 0 is best. The paper's own
+script accepts the text's token among the five best of a position, so its scores are no higher than
+these. Another search might read more.
 """
 
 import argparse
@@ -66,11 +66,7 @@ def main(arguments=None) -> None:
 
 
 def representation(options: argparse.Namespace) -> dict:
-    """All numbers of the report; see main for the options.
-
-    Raises UserError if the checkpoint or the text cannot be read, or if the model does not have the
-    layers or tokens that are asked for.
-    """
+    """All numbers of the report; see main for the options."""
     directory = options.checkpoint
     source = evaluate.EvalOptions(str(directory), text=options.text, data=options.data)
     evaluate.check_options(source)
@@ -90,7 +86,11 @@ def representation(options: argparse.Namespace) -> dict:
     ):
         if wrong := [value for value in values if not least <= value <= most]:
             raise UserError(f"--{name} is {wrong[0]}; allowed here: {least} to {most}")
-    windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
+    windows = []  # of each length (texts, length), their beginnings spread evenly over the stream
+    for length in lengths:
+        starts = np.linspace(0, len(stream) - length, options.texts).astype(int)
+        cut = np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
+        windows.append(torch.from_numpy(cut).to(model.device))
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
@@ -109,13 +109,6 @@ def representation(options: argparse.Namespace) -> dict:
     described = evaluate.describe_model(directory, model, tokenizer)
     about = {"text": text.name, "texts": options.texts, "steps": options.steps}
     return {**described, **about, "rows": rows}
-
-
-def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
-    """Windows (texts, length) int64 of one text, their beginnings spread evenly over it."""
-    starts = np.linspace(0, len(stream) - length, texts).astype(int)
-    windows = [stream[start : start + length].astype(np.int64) for start in starts]
-    return torch.from_numpy(np.stack(windows))
 
 
 def report(result: dict) -> str:

@@ -46,8 +46,7 @@ NOTES_OF_KINDS = (
 def write_report(result: dict, file: Path) -> str:
     """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
     picture, text = file.with_suffix(".png"), table(result)
-    if can_draw() and (figure := draw(result)):
-        figure.savefig(picture)
+    if can_draw() and draw(result, picture):
         text += f"\n![The losses of these runs]({picture.name})\n"
     write_text(file.with_suffix(".md"), text)
     return text
@@ -60,12 +59,13 @@ def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
     # Runs of one file may be of different times.
-    runs = result["runs"].values()
-    devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in runs))
-    torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in runs))
-    commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in runs))
+    found = [{**run["hardware"], "commit": run["commit"][:10]} for run in result["runs"].values()]
+    device, torch, commit = (
+        ", ".join(dict.fromkeys(each[name] for each in found))
+        for name in ("device", "torch", "commit")
+    )
     origin = (
-        f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. "
+        f"Measured on {device}, torch {torch}; commit {commit}; `{result['command']}`. "
         "The options of each run are in the JSON file."
     )
     return "\n\n".join([*parts, NOTES, origin]) + "\n"
@@ -165,41 +165,43 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
     return {name: own for name, own in found.items() if own}
 
 
-# ------------------------------------------------------------------------- pictures
+# ------------------------------------------------------------------------- picture
 
 
-def draw(result: dict):
-    """The figure of the results; None of retrieval's, and of more runs than there are colours."""
-    runs = result["runs"]
+def draw(result: dict, output: Path) -> bool:
+    """Draws losses by training time. Whether there is a picture: retrieval has none, and neither
+    have more runs than there are colours.
+    """
+    runs, is_kinds = result["runs"], "kinds" in result["plan"]
     timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
-    if any("top1_of_32" in row for row in runs.values()):
-        return None
-    if "kinds" in result["plan"]:
-        return figure_of_kinds(result) if finished(runs) else None
-    return figure_of_runs(timed) if 0 < len(timed) <= len(COLOURS) else None
-
-
-def figure_of_runs(runs: dict):
-    """Training loss against training time."""
+    shown = finished(runs) if is_kinds else timed if len(timed) <= len(COLOURS) else {}
+    if not shown or any("top1_of_32" in row for row in runs.values()):
+        return False
     figure = new_figure(figsize=(8, 4.8))
     axes = figure.add_subplot()
+    if is_kinds:
+        draw_kinds(axes, result)
+    else:
+        draw_runs(axes, timed)
+    axes.set(xlabel="training time (s)", ylabel="loss (nats per token)")
+    name_curves(axes)
+    figure.savefig(output)
+    return True
+
+
+def draw_runs(axes, runs: dict) -> None:
     for number, (name, row) in enumerate(runs.items()):
         steps, losses = zip(*row["loss"], strict=True)
         times = [step * row["training_seconds"] / row["steps"] for step in steps]
         end, colour = row["validation_loss"], f"C{number}"
         axes.plot(times, losses, color=colour, linewidth=1, label=f"{end:.3f} {name}")
         axes.plot(row["training_seconds"], end, "o", color=colour)
-    axes.set(xlabel="training time (s)", ylabel="loss (nats per token)")
     axes.set_title("Training loss; dots: validation")
-    name_curves(axes)
-    return figure
 
 
-def figure_of_kinds(result: dict):
+def draw_kinds(axes, result: dict) -> None:
     """The lowest loss of each kind after each time, with a bar for the spread of seeds."""
     runs = result["runs"]
-    figure = new_figure(figsize=(8, 4.8))
-    axes = figure.add_subplot()
     # In the order of the plan, so that what plans have in common looks the same.
     kinds = dict.fromkeys([*result["plan"]["kinds"], *(row["kind"] for row in finished(runs))])
     for number, kind in enumerate(kind for kind in kinds if finished(runs, kind)):
@@ -212,8 +214,5 @@ def figure_of_kinds(result: dict):
                 losses, time = [row["validation_loss"] for row in rows], rows[0]["training_seconds"]
                 bar = {"color": colour, "linewidth": 5, "alpha": 0.4}
                 axes.vlines(time, min(losses), max(losses), **bar)
-    axes.set(xlabel="training time on one GPU (s)", ylabel="validation loss (nats per token)")
-    axes.set_title("Lowest loss by time")
+    axes.set_title("Lowest validation loss by time on one GPU")
     log_axis(axes)
-    name_curves(axes)
-    return figure
