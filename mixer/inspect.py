@@ -17,7 +17,7 @@ from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.reporting.figure import log_means, name_curves, new_figure, plain_number
+from mixer.reporting.figure import curves, log_means, new_figure, plain_number
 from mixer.reporting.tables import table, wrapped
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
@@ -129,24 +129,20 @@ def plot_by_lag(layers: list[Matrices], output: Path) -> None:
     """For each layer the mean over its matrices: each lag pale, means over ranges of lags dark."""
     from matplotlib import colormaps
 
-    figure = new_figure(figsize=(8.6, 4.8))
-    axes = figure.add_subplot()
-    for number, matrices in enumerate(layers):
-        colour = colormaps["viridis"](0.9 * number / max(len(layers) - 1, 1))
-        curve = np.mean([weight_by_lag(matrix) for matrix in matrices.values()], axis=0)
-        curve = curve[: max(1, len(curve) - FEWEST + 1)]
-        lags = np.arange(len(curve))
-        axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
-        style = {"color": colour, "marker": "o", "markersize": 3, "label": f"layer {number}"}
-        axes.plot(*log_means(lags, curve), **style)
-    axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
-    axes.set_xlim(left=0)
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(plain_number)
-    axes.set(xlabel="lag (tokens back)", ylabel="mean |W|", title="|W| by lag")
-    name_curves(axes)
-    figure.savefig(output)
+    with curves(output, "|W| by lag", "lag (tokens back)", "mean |W|") as axes:
+        for number, matrices in enumerate(layers):
+            colour = colormaps["viridis"](0.9 * number / max(len(layers) - 1, 1))
+            curve = np.mean([weight_by_lag(matrix) for matrix in matrices.values()], axis=0)
+            curve = curve[: max(1, len(curve) - FEWEST + 1)]
+            lags = np.arange(len(curve))
+            axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
+            style = {"color": colour, "marker": "o", "markersize": 3, "label": f"layer {number}"}
+            axes.plot(*log_means(lags, curve), **style)
+        axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
+        axes.set_xlim(left=0)
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(plain_number)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, whole_file
-from mixer.reporting.figure import GREY, name_curves, new_figure, plain_number, short_name
+from mixer.reporting.figure import GREY, curves, plain_number, short_name
 from mixer.reporting.metrics_file import read_metrics, seconds_of_training, series
 from mixer.reporting.tables import table
 
@@ -45,21 +45,17 @@ def plot_training(run: Path, output: Path) -> None:
     steps, losses = series(lines, "loss")
     if not steps:
         raise UserError(f"{run} has no training loss yet: let the run log a step first")
-    figure = new_figure(figsize=(9, 4.8))
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
-    steps, losses = smooth(steps, losses)
-    style = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
-    axes.plot(steps, losses, color=GREY, label=f"training {losses[-1]:.3f}", **style)
-    steps, losses = series(lines, "validation_loss")
-    if steps:
-        style = {"linewidth": 2.2, "marker": "o", "markersize": 4}
-        axes.plot(steps, losses, label=f"validation {losses[-1]:.3f}", **style)
-    axes.xaxis.set_major_formatter(plain_number)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
-    axes.set_title(f"{short_name(run.resolve().name)}: loss")
-    name_curves(axes)
-    figure.savefig(output)
+    title = f"{short_name(run.resolve().name)}: loss"
+    with curves(output, title, "optimizer step", "loss (nats per token)") as axes:
+        axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
+        steps, losses = smooth(steps, losses)
+        style = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
+        axes.plot(steps, losses, color=GREY, label=f"training {losses[-1]:.3f}", **style)
+        steps, losses = series(lines, "validation_loss")
+        if steps:
+            style = {"linewidth": 2.2, "marker": "o", "markersize": 4}
+            axes.plot(steps, losses, label=f"validation {losses[-1]:.3f}", **style)
+        axes.xaxis.set_major_formatter(plain_number)
 
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
@@ -70,26 +66,22 @@ def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[flo
 
 def compare_runs(runs: list[str], output: Path) -> list[dict]:
     """Draws validation losses against training time; returns the rows of a table of the ends."""
-    figure = new_figure(figsize=(8, 4.8))
-    axes, rows = figure.add_subplot(), []
-    for name in runs:
-        lines = read_metrics(name)
-        steps, losses = series(lines, "validation_loss")
-        if not steps:
-            raise UserError(
-                f"{name} has no validation loss yet: let the run train until its first evaluation, "
-                "after train.eval_every steps or at its end"
-            )
-        seconds = seconds_of_training(lines, steps)
-        label = f"{losses[-1]:.4f} {short_name(name)}"
-        axes.plot(seconds, losses, marker="o", markersize=3.5, label=label)
-        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
-        rows.append(row | {"validation loss": losses[-1]})
-    axes.set_xlim(left=0)
-    axes.set(xlabel="training time (s)", ylabel="validation loss (nats per token)")
-    axes.set_title("Validation loss by training time")
-    name_curves(axes)
-    figure.savefig(output)
+    title, y, rows = "Validation loss by training time", "validation loss (nats per token)", []
+    with curves(output, title, "training time (s)", y) as axes:
+        for name in runs:
+            lines = read_metrics(name)
+            steps, losses = series(lines, "validation_loss")
+            if not steps:
+                raise UserError(
+                    f"{name} has no validation loss yet: let the run train until its first "
+                    "evaluation, after train.eval_every steps or at its end"
+                )
+            seconds = seconds_of_training(lines, steps)
+            label = f"{losses[-1]:.4f} {short_name(name)}"
+            axes.plot(seconds, losses, marker="o", markersize=3.5, label=label)
+            row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
+            rows.append(row | {"validation loss": losses[-1]})
+        axes.set_xlim(left=0)
     return rows
 
 

@@ -6,7 +6,7 @@ from statistics import mean
 
 from mixer.common.files import write_text
 from mixer.reporting import tables
-from mixer.reporting.figure import COLOURS, can_draw, log_axis, name_curves, new_figure
+from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis
 
 # The columns of a run's numbers: the key, what to divide by, and the format.
 COLUMNS = {
@@ -172,20 +172,17 @@ def draw(result: dict, output: Path) -> bool:
     """Draws losses by training time. Whether there is a picture: retrieval has none, and neither
     have more runs than there are colours.
     """
-    runs, is_kinds = result["runs"], "kinds" in result["plan"]
+    runs, kinds = result["runs"], result["plan"].get("kinds")
     timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
-    shown = finished(runs) if is_kinds else timed if len(timed) <= len(COLOURS) else {}
+    shown = timed if kinds is None and len(timed) <= len(COLOURS) else kinds and finished(runs)
     if not shown or any("top1_of_32" in row for row in runs.values()):
         return False
-    figure = new_figure(figsize=(8, 4.8))
-    axes = figure.add_subplot()
-    if is_kinds:
-        draw_kinds(axes, result)
-    else:
-        draw_runs(axes, timed)
-    axes.set(xlabel="training time (s)", ylabel="loss (nats per token)")
-    name_curves(axes)
-    figure.savefig(output)
+    title = "Training loss; dots: validation" if kinds is None else "Lowest validation loss"
+    with curves(output, title, "training time (s)", "loss (nats per token)") as axes:
+        if kinds is None:
+            draw_runs(axes, timed)
+        else:
+            draw_kinds(axes, kinds, runs)
     return True
 
 
@@ -196,14 +193,12 @@ def draw_runs(axes, runs: dict) -> None:
         end, colour = row["validation_loss"], f"C{number}"
         axes.plot(times, losses, color=colour, linewidth=1, label=f"{end:.3f} {name}")
         axes.plot(row["training_seconds"], end, "o", color=colour)
-    axes.set_title("Training loss; dots: validation")
 
 
-def draw_kinds(axes, result: dict) -> None:
+def draw_kinds(axes, kinds: dict, runs: dict) -> None:
     """The lowest loss of each kind after each time, with a bar for the spread of seeds."""
-    runs = result["runs"]
     # In the order of the plan, so that what plans have in common looks the same.
-    kinds = dict.fromkeys([*result["plan"]["kinds"], *(row["kind"] for row in finished(runs))])
+    kinds = dict.fromkeys([*kinds, *(row["kind"] for row in finished(runs))])
     for number, kind in enumerate(kind for kind in kinds if finished(runs, kind)):
         budgets, colour = sorted({row["budget"] for row in finished(runs, kind)}), f"C{number}"
         best = [best_size(runs, kind, budget) for budget in budgets]
@@ -214,5 +209,4 @@ def draw_kinds(axes, result: dict) -> None:
                 losses, time = [row["validation_loss"] for row in rows], rows[0]["training_seconds"]
                 bar = {"color": colour, "linewidth": 5, "alpha": 0.4}
                 axes.vlines(time, min(losses), max(losses), **bar)
-    axes.set_title("Lowest validation loss by time on one GPU")
     log_axis(axes)

@@ -1,11 +1,11 @@
-"""What all pictures share: style, a new figure, its legend and axes, and the curve of the loss by
-position.
+"""What all pictures share: style, figures with curves, and the curve of the loss by position.
 
 matplotlib is optional, so it is imported where a picture is drawn.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,9 +51,17 @@ def new_figure(**settings):
     return figure
 
 
-def name_curves(axes) -> None:
-    """Writes what the curves are beside the axes, where no legend covers one."""
-    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+@contextmanager
+def curves(output: Path, title: str, x: str, y: str) -> Iterator:
+    """Yields axes to draw curves on, and saves them with what the curves are beside the axes, where
+    no legend covers one.
+    """
+    figure = new_figure(figsize=(8.4, 4.8))
+    axes = figure.add_subplot()
+    yield axes
+    axes.set(title=title, xlabel=x, ylabel=y)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(output)
 
 
 def short_name(name: str) -> str:
@@ -76,28 +84,24 @@ def log_axis(axes) -> None:
 
 
 def plot_loss_by_position(
-    curves: list[tuple[str, list[float | None]]], output: Path, contexts: Collection[int]
+    losses: list[tuple[str, list[float | None]]], output: Path, contexts: Collection[int]
 ) -> None:
     """Draws losses by position, which starts at 1, and marks the `contexts` of training.
 
-    curves: names and mean nats per position, (context,), None where no target was scored.
+    losses: names and mean nats per position, (context,), None where no target was scored.
     """
-    figure = new_figure(figsize=(8, 4.6))
-    axes = figure.add_subplot()
-    for number, (name, values) in enumerate(curves):
-        values = np.array(values, dtype=float)  # None is NaN
-        positions, colour = np.arange(1, len(values) + 1), f"C{number}"
-        axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
-        centres, means = log_means(positions, values)
-        label = f"{means[-1]:.3f} {short_name(name)}"
-        axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=label)
-    for context in contexts:
-        axes.axvline(context, color="0.4", linestyle=":", label="trained context")
-    log_axis(axes)
-    axes.set(xlabel="tokens that the prediction can see", ylabel="loss (nats per token)")
-    axes.set_title("Loss by position (legend: at the end)")
-    name_curves(axes)
-    figure.savefig(output)
+    title, x = "Loss by position (legend: at the end)", "tokens that the prediction can see"
+    with curves(output, title, x, "loss (nats per token)") as axes:
+        for number, (name, values) in enumerate(losses):
+            values = np.array(values, dtype=float)  # None is NaN
+            positions, colour = np.arange(1, len(values) + 1), f"C{number}"
+            axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
+            centres, means = log_means(positions, values)
+            label = f"{means[-1]:.3f} {short_name(name)}"
+            axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=label)
+        for context in contexts:
+            axes.axvline(context, color="0.4", linestyle=":", label="trained context")
+        log_axis(axes)
 
 
 def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
