@@ -26,16 +26,11 @@ def continuations(
     context, an option that is not allowed, and too little memory.
     """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
-        raise UserError(
-            f"--temperature is {temperature:g}; allowed: 0 (the likeliest token each time), or "
-            f"{LOWEST_TEMPERATURE} or more"
-        )
-    for number, prompt in enumerate(prompts, 1):
+        allowed = f"0 (the likeliest token each time), or {LOWEST_TEMPERATURE} or more"
+        raise UserError(f"--temperature is {temperature:g}; allowed: {allowed}")
+    for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
-            raise UserError(
-                f"prompt {number} of {len(prompts)} is {prompt[:50]!r}; allowed: at least one "
-                "token of text in UTF-8"
-            )
+            raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
     how = {"do_sample": False}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 50}

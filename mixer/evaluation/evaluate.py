@@ -3,7 +3,6 @@
 import hashlib
 import math
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -31,14 +30,15 @@ from mixer.evaluation.texts import (
     validation_text,
 )
 
+UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
+
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """Evaluates each checkpoint, prints the table and writes the report into `output`.
 
     By default the report goes into a directory beside the first checkpoint, whose name stands for
     these options alone. Every process of an `accelerate launch` calls this; the first one prints
-    and writes. Raises UserError as `evaluate_checkpoint` does, where possible before the first
-    model is loaded.
+    and writes. Raises UserError as `evaluate_checkpoint` does, if possible before loading a model.
     """
     for options in evaluations:
         check_options(options)
@@ -60,18 +60,13 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
 
 def default_directory(evaluations: list[EvalOptions]) -> Path:
     """Beside the first checkpoint, with a name of its own for all options that change numbers."""
-    first = evaluations[0]
-    asked = [
-        (item.name, value)
-        for item in fields(first)
-        if item.name not in ("checkpoint", "batch_size", "device")
-        and (value := getattr(first, item.name)) != item.default
-    ]
-    asked += [options.checkpoint for options in evaluations[1:]]
+    first, others = evaluations[0], [options.checkpoint for options in evaluations[1:]]
+    changed = {name: value for name, value in vars(first).items() if name not in UNCHANGING}
+    asked = [item for item in changed.items() if item[1] != getattr(EvalOptions, item[0])]
     paths = filter(None, [*first.text, first.data, first.pairs])
     about = " ".join(Path(path).resolve().name for path in paths) or first.hub
-    what = "retrieval" if first.pairs else "eval"
-    return directory_for(Path(first.checkpoint), what, about, repr(asked) if asked else "")
+    what, own = "retrieval" if first.pairs else "eval", [*asked, *others]
+    return directory_for(Path(first.checkpoint), what, about, repr(own) if own else "")
 
 
 def check_options(options: EvalOptions) -> None:

@@ -34,13 +34,9 @@ LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long
 class EvalOptions:
     """What to evaluate, and how; the fields are the options of eval.py."""
 
-    checkpoint: str = option(
-        MISSING, "a checkpoint, e.g. runs/demo/step-600, or the directory of any causal LM"
-    )
+    checkpoint: str = option(MISSING, "a checkpoint, or the directory of any causal LM")
     # At most one of these four.
-    text: Sequence[str] = option(
-        (), "files, folders or globs: each text file is a document, each row of .jsonl or .parquet"
-    )
+    text: Sequence[str] = option((), "files, folders or globs; .jsonl and .parquet have rows")
     data: str = option("", "prepared data directory; default: the one of the run")
     pairs: str = option("", "prepared data directory: how often texts find their partners there")
     hub: str = option("", "dataset of the hub, each row a document")
@@ -48,30 +44,20 @@ class EvalOptions:
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
     window: int | None = option(
-        None,
-        "longest window in tokens; default: the context, which mixing weights by lag can exceed",
-        at_least=1,
+        None, "longest window; default: the context, which weights by lag can exceed", at_least=1
     )
-    stride: int | None = option(
-        None, "tokens between windows, 1..window; default: the window (disjoint)", at_least=1
-    )
+    stride: int | None = option(None, "tokens between windows; default: the window", at_least=1)
     batch_size: int = option(16, "windows per forward", at_least=1)
     max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
     first_token: str = option(
-        "skip",
-        "first token of a stream: skip, or eos: score it after an EOS, and blank rows too",
-        choices=FIRST_TOKEN,
+        "skip", "skip, or eos: score it after an EOS, and blank rows too", choices=FIRST_TOKEN
     )
     last_window: str = option(
-        "short",
-        "last window of a stream: short, or full: let it begin earlier, as long as the others",
-        choices=LAST_WINDOW,
+        "short", "short, or full: begin it earlier, as long as others", choices=LAST_WINDOW
     )
     device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
-    backend: str = option(
-        "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
-    )
+    backend: str = option("", "default: what the checkpoint says", choices=("", *BACKENDS))
 
     @property
     def source(self) -> DataConfig | str | None:
@@ -128,24 +114,22 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
 
 def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The documents of files or of a hub dataset, as many as have max_tokens targets."""
+    field, blank = {"text_field": options.text_field}, options.first_token == "eos"
     if options.text:
         names = [Path(path).name for path in options.text]
         name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
-        sources = [DataConfig("text", path) for path in options.text]
+        sources = [DataConfig("text", path, **field) for path in options.text]
     else:
         where = options.hub, options.subset, options.split
-        name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where)]
+        name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where, **field)]
     encode, sample, targets, text = raw_encoder(tokenizer), [], 0, Text(name, [])
-    for source in sources:
-        source.text_field = options.text_field
-    found = (documents(parts_of(s), s, options.first_token == "eos") for s in sources)
+    found = (documents(parts_of(source), source, blank) for source in sources)
     for document in itertools.chain.from_iterable(found):
         ids = itertools.chain(*encode(list(pieces(document))))
         text.streams.append(np.fromiter(ids, dtype=np.int64))
         text.bytes += len(document.encode())
         text.words += len(document.split())
-        if len(sample) < SAMPLE:
-            sample.append(document)
+        sample += [document] if len(sample) < SAMPLE else []
         targets += len(text.streams[-1]) - 1
         if targets > options.max_tokens > 0:
             break
