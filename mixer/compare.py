@@ -4,10 +4,8 @@
     python -m mixer.compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
         --seconds 100 --seeds 3 optim.warmup_steps=100
 
-Every visible GPU trains models of its own, one at a time, all with the same seed: the same first
-weights, and the same data in the same order. Each trains for train.steps, or with --seconds for as
-many steps as it was measured to do in that time, so that its learning-rate schedule is complete.
-With --seeds N each is repeated, and the report has each seed and the mean.
+Every visible GPU trains models of its own, one at a time, all from the same seed. Each trains for
+train.steps, or with --seconds for as many steps as it was measured to do in that time.
 
 The output directory gets report.md, report.png and report.json, and what each run printed in
 report-runs. The same command goes on with a comparison that was cut short. Other models, sizes and

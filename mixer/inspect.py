@@ -51,9 +51,6 @@ def main(arguments=None) -> None:
     print(output / "index.md")
 
 
-# ------------------------------------------------------------------------- measures
-
-
 def mixing_matrices(model: PreTrainedModel) -> list[Matrices]:
     """The matrices of each layer: "W", or such as "W2 head 0 tap 1" where there are several."""
     layers = []
@@ -85,9 +82,6 @@ def effective_context(matrix: np.ndarray) -> int:
     """
     reached = np.cumsum(np.abs(matrix[-1, ::-1]))
     return 1 + int((reached < SHARE * reached[-1]).sum())
-
-
-# ------------------------------------------------------------------------- pages
 
 
 def index(checkpoint: Path, layers: list[Matrices]) -> str:

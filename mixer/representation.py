@@ -5,13 +5,11 @@ of a layer of any causal language model, with the checkpoint's weights and with 
     python -m mixer.representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6 12
 
 A guess, at first Gaussian noise in place of the text's embeddings, is changed by gradient descent
-until the layer gives for it what it gives for the text. The distance is L1, over the outputs of all
-tokens or of the last token alone, which is all that the next token is predicted from. The
-pseudo-inverse of the embedding then turns the guess into tokens.
-
-Hamming score: the share of positions whose token is not the text's; 0 is best. The paper's own
-script accepts the text's token among the five best of a position, so its scores are no higher than
-these. Another search might read more.
+until the layer gives for it what it gives for the text, in L1 over the outputs of all tokens or of
+the last one alone, from which the next token is predicted. The pseudo-inverse of the embedding then
+turns the guess into tokens. The Hamming score is the share of positions whose token is not the
+text's. The paper's own script accepts the text's token among the five best of a position, so its
+scores are no higher than these. Another search might read more.
 """
 
 import argparse
@@ -29,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
-from mixer.evaluation import evaluate
+from mixer.evaluation import evaluate, texts
 from mixer.evaluation.scoring import DEVICES, choose_device
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.reporting.tables import table, wrapped
@@ -72,7 +70,7 @@ def representation(options: argparse.Namespace) -> dict:
     evaluate.check_options(source)
     model, tokenizer = load_checkpoint(directory, choose_device(options.device, "fp32"))
     context, _ = evaluate.choose_window(source, model)
-    text = evaluate.choose_text(source, context, tokenizer)
+    text = texts.choose_text(source, context, tokenizer)
     check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
     stream, count = max(text.streams, key=len), len(blocks(model.base_model))
     layers = range(count + 1) if options.layers is None else options.layers
@@ -128,9 +126,6 @@ def report(result: dict) -> str:
         f"a tenth, from Gaussian noise; at most {left:.1%} of the noise's distance is left."
     )
     return f"{table(list(rows.values()), keys=3)}\n\n{wrapped(notes)}"
-
-
-# ------------------------------------------------------------------------- the search
 
 
 def blocks(body: nn.Module) -> nn.ModuleList:

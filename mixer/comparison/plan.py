@@ -138,9 +138,6 @@ def check_known(run: Run, known: dict) -> None:
             )
 
 
-# ------------------------------------------------------------------------- kinds and sizes
-
-
 def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], known: dict) -> Job:
     """All runs of the chosen sizes of a kind, and longer ones of the best of all sizes."""
     for model in chosen:

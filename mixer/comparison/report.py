@@ -52,9 +52,6 @@ def write_report(result: dict, file: Path) -> str:
     return text
 
 
-# ------------------------------------------------------------------------- tables
-
-
 def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
@@ -85,15 +82,20 @@ def parts_of_runs(result: dict) -> list[str]:
 
 def parts_of_kinds(result: dict) -> list[str]:
     """The runs that follow a sweep and pretraining, by time and the best first; then the sweep."""
-    rows, sweep = first_seeds(result["runs"]), sweep_budget(result["plan"])
-    rows = [row for row in rows if not row["kind"].endswith("pretraining")]
+    plan, runs = result["plan"], result["runs"]
+    sweep = plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
+    rows = [row for row in first_seeds(runs) if not row["kind"].endswith("pretraining")]
     rows.sort(key=lambda row: (row["budget"], row.get("validation_loss", math.inf)))
-    ends = [{"model": model_of(row)} | cells(row) for row in rows if row["budget"] > sweep]
-    tried = [{"model": model_of(row)} | cells(row) for row in rows if row["budget"] <= sweep]
-    tried = [{title: row[title] for title in OF_SWEEP} for row in tried]
+    ends, tried = [], []
+    for row in rows:
+        shown = {"model": f"{row['kind']} {row['size']}".strip()} | cells(row)
+        if row["budget"] > sweep:
+            ends.append(shown)
+        else:
+            tried.append({title: shown[title] for title in OF_SWEEP})
     tried.sort(key=lambda row: row["model"])
     parts = ["# Models of several sizes for equal times", *section("## Losses", ends, keys=3)]
-    parts += section("## Seeds", seed_rows(result["runs"]))
+    parts += section("## Seeds", seed_rows(runs))
     return [*parts, *section("## Learning rates", tried), NOTES_OF_KINDS]
 
 
@@ -125,18 +127,6 @@ def seed_rows(runs: dict) -> list[dict]:
     return rows
 
 
-# ------------------------------------------------------------------------- which runs
-
-
-def model_of(row: dict) -> str:
-    return f"{row['kind']} {row['size']}".strip()
-
-
-def sweep_budget(plan: dict) -> float:
-    """Seconds of a sweep's runs; 0 where each model has its own rate."""
-    return plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
-
-
 def first_seeds(runs: dict) -> list[dict]:
     """The runs but for those that measured a speed, or repeat one with another seed."""
     return [row for row in runs.values() if row.get("budget") != 0 and "seed" not in row]
@@ -163,9 +153,6 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
             found.setdefault(first, [runs[first]]).append(row)
     found = {name: [row for row in own if "failure" not in row] for name, own in found.items()}
     return {name: own for name, own in found.items() if own}
-
-
-# ------------------------------------------------------------------------- picture
 
 
 def draw(result: dict, output: Path) -> bool:

@@ -140,9 +140,6 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] or [""]
 
 
-# ------------------------------------------------------------------------- one run, in its process
-
-
 def report_run(connection: Connection, run: Run, folder: Path) -> None:
     """Sends a run's row, or what was wrong in words, or nothing of a run that a signal stopped."""
     for number in SIGNALS:

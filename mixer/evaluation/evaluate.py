@@ -18,17 +18,10 @@ from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
 from mixer.data.prepared import PairFile
 from mixer.distributed.world import leave_with_error
-from mixer.evaluation import scoring
+from mixer.evaluation import scoring, texts
 from mixer.evaluation.report import evaluation_report, write_evaluation
 from mixer.evaluation.scoring import Place, TokenScores
-from mixer.evaluation.texts import (
-    FIRST_TOKEN,
-    LAST_WINDOW,
-    EvalOptions,
-    Text,
-    choose_text,
-    validation_text,
-)
+from mixer.evaluation.texts import EvalOptions, Text
 
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
 
@@ -132,19 +125,19 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     found |= {
         "window": window,
         "stride": stride,
-        "first_token": FIRST_TOKEN[options.first_token],
-        "last_window": LAST_WINDOW[options.last_window],
+        "first_token": texts.FIRST_TOKEN[options.first_token],
+        "last_window": texts.LAST_WINDOW[options.last_window],
         "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
         "device": f"{processes} x {name}" if processes > 1 else name,
     }
     dtype, size = scoring.AUTOCAST_TYPES[options.dtype], options.batch_size
     if options.pairs:
-        validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
+        texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(options.pairs, "validation", window)
         shares = scoring.find_partners(model, pairs, size, dtype, place)
         return found | {"data": options.pairs, "tokens": window} | shares
-    text = choose_text(options, window, tokenizer)
+    text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)

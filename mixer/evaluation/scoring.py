@@ -1,12 +1,10 @@
 """Scores of token streams, window by window, and of pairs of texts, by all processes of a launch.
 
-A window is at most `context` tokens long, and windows begin `stride` tokens apart. A window counts
-only the targets that no earlier window has scored, so every token but the first of a stream is
-scored exactly once. With stride = context (the default) windows are disjoint. A smaller stride
-gives every target after the first window at least `context - stride + 1` tokens to look back on,
-at the price of context / stride times the work. A stream's last window is shorter than the others
-("short"), or begins earlier to be as long ("full", as in lm-evaluation-harness). It counts the same
-targets either way.
+A window is at most `context` tokens long, windows begin `stride` tokens apart, and each counts the
+targets that no earlier one has scored: every token but the first of a stream, once. A stride below
+the context gives all targets after the first window at least `context - stride + 1` tokens to look
+back on. A stream's last window is shorter than the others ("short"), or begins earlier to be as
+long ("full", as in lm-evaluation-harness).
 """
 
 import itertools
@@ -71,16 +69,10 @@ class TokenScores:
         return found | {"count_by_position": counts}
 
 
-# ------------------------------------------------------------------------- where, and how much
-
-
 def choose_device(name: str, dtype: str) -> torch.device:
     """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "device cuda was asked for and PyTorch sees no CUDA device: "
-            "use --device cpu, or install a CUDA build"
-        )
+        raise UserError("--device cuda, and PyTorch sees no GPU: use cpu, or ask mixer.doctor")
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
     if dtype == "bf16" and (name := lacks_bf16(device)):
         raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
@@ -104,9 +96,6 @@ def reads(model: PreTrainedModel, tokens: int) -> bool:
     return by_lag or tokens <= getattr(model.config, "longest_text", context)
 
 
-# ------------------------------------------------------------------------- scores
-
-
 def window_batches(
     streams: Iterable[np.ndarray],
     context: int,
@@ -115,9 +104,7 @@ def window_batches(
     last_window: str = "short",
 ) -> Iterator[Batch]:
     """Batches of windows: inputs and targets, (batch, longest window) int64, with targets of -100
-    where they do not count.
-
-    Short windows are padded on the right, which changes no earlier logit of a causal model.
+    where they do not count. Padding is on the right: it changes no logit of a causal model.
     """
 
     def windows() -> Iterator[tuple[Tensor, int]]:
@@ -182,8 +169,7 @@ def evaluate_batches(
 
 @torch.no_grad()
 def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
-    """Raises UserError where logits move before the first of several changed tokens: such a model
-    sees what it should predict, and its perplexity means nothing.
+    """Raises UserError where logits move before the first of several changed tokens.
 
     tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in AUTOCAST_TYPES.
     """
@@ -197,9 +183,8 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     moved = (after - before).abs().max().item()
     if moved > TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(
-            f"the model is not causal: with the tokens from {first} on changed, logits before "
-            f"moved by {moved:.3g}; allowed: not at all. It sees what it should predict, so its "
-            "perplexity means nothing: give a causal model"
+            f"the model is not causal: with the tokens from {first} on changed, logits before them "
+            f"moved by {moved:.3g}. It sees what it should predict: give a causal model"
         )
 
 
