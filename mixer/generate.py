@@ -20,10 +20,7 @@ def continuations(
     checkpoint: str, prompts: list[str], new_tokens: int, temperature: float, seed: int
 ) -> list[str]:
     """Each prompt and its continuation, all in one batch, sampled from the 50 likeliest tokens;
-    temperature 0 is greedy.
-
-    Raises UserError for a directory that is no checkpoint, an empty prompt or one too long for the
-    context, an option that is not allowed, and too little memory.
+    temperature 0 is greedy. Raises UserError for whatever cannot be used, and too little memory.
     """
     if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
         allowed = f"0 (the likeliest token each time), or {LOWEST_TEMPERATURE} or more"

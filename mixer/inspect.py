@@ -2,9 +2,9 @@
 
     python -m mixer.inspect --checkpoint runs/demo/step-600
 
-Mixing matrices do not depend on the input. The command writes a page with measures of all of them,
-heat maps, and a picture of how far back they reach. A matrix W is (context, context), fp64, with a
-strictly upper triangle of zeros: token i receives W[i, j] of token j, at lag i - j.
+The command writes a page with measures of all matrices, heat maps, and a picture of how far back
+they reach. A matrix W is (context, context), fp64, with a strictly upper triangle of zeros: token i
+receives W[i, j] of token j, at lag i - j.
 """
 
 import math
@@ -75,11 +75,7 @@ def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
 
 
 def effective_context(matrix: np.ndarray) -> int:
-    """How many of the most recent tokens, with itself, hold 90 % of the last row's |W|.
-
-    This says how far the weights reach. How much a far token changes the output depends on the
-    activations too.
-    """
+    """How many of the most recent tokens, with itself, hold 90 % of the last row's |W|."""
     reached = np.cumsum(np.abs(matrix[-1, ::-1]))
     return 1 + int((reached < SHARE * reached[-1]).sum())
 

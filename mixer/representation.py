@@ -113,8 +113,8 @@ def report(result: dict) -> str:
     """A Markdown table with notes."""
     rows: dict[tuple, dict] = {}
     for row in result["rows"]:
-        own = {"outputs read": row["outputs"], "weights": row["weights"], "layer": row["layer"]}
-        own = rows.setdefault(tuple(own.values()), own)
+        name = {"outputs read": row["outputs"], "weights": row["weights"], "layer": row["layer"]}
+        own = rows.setdefault(tuple(name.values()), name)
         own[f"Hamming, {row['tokens']} tokens"] = row["hamming"]
     left = max(row["distance_left"] for row in result["rows"])
     notes = (
@@ -135,8 +135,7 @@ def blocks(body: nn.Module) -> nn.ModuleList:
 
 def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
     """The map from embedded tokens to the output of block `layer`, both (texts, tokens, channels).
-
-    Blocks are counted from 1; layer 0 is the embedding itself, so its map changes nothing.
+    Blocks are counted from 1; layer 0 is the embedding itself.
     """
     if layer == 0:
         return lambda embedded: embedded
@@ -161,9 +160,8 @@ def reconstruct(
     """A guess of `embedded` from the output of `layers`, both (texts, tokens, channels), and its
     distance from the text's output as a share of the first noise's, a mean over texts.
 
-    read: the tokens whose outputs are compared, one of READ. This is plain gradient descent; the
-    rate falls linearly from LR to a tenth of it. Distances are sums over tokens and channels, so a
-    text's guess does not depend on the other texts.
+    read: the tokens whose outputs are compared, one of READ. This is plain gradient descent, for
+    each text alone; the rate falls linearly from LR to a tenth of it.
     """
     generator = torch.Generator().manual_seed(0)
     guess = torch.randn(embedded.shape, generator=generator).to(embedded.device).requires_grad_()
@@ -181,18 +179,15 @@ def reconstruct(
 
 
 def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:
-    """The share of positions at which the guess is not the text's token; 0 is best.
+    """The share of positions at which the guess (texts, tokens, channels) is not the text's token.
 
-    guess: (texts, tokens, channels); tokens: (texts, tokens); inverse: (channels, vocabulary), the
-    pseudo-inverse of the embedding.
+    inverse: (channels, vocabulary), the pseudo-inverse of the embedding.
     """
     return (torch.argmax(guess @ inverse, dim=-1) != tokens).double().mean().item()
 
 
 def random_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same configuration with random weights, in fp32 and eval mode, on the same
-    device. Mixing weights are random too, whatever the training began with.
-    """
+    """A model of the same configuration and device with random weights, in fp32 and eval mode."""
     config = copy.deepcopy(model.config)
     if isinstance(config, MaskedMixerConfig):
         config.mixing_init = "reference"  # "zero" would mix no tokens at all

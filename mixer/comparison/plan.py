@@ -50,9 +50,7 @@ class Run:
         return replace(self, name=f"{self.name}, seed {seed}", **changes)
 
     def timed(self, budget: float, rate: float, steps: int) -> "Run":
-        """budget: the seconds that the steps are meant to take; 0 for the run that measures the
-        speed.
-        """
+        """budget: the seconds that the steps should take; 0 for a run that measures the speed."""
         name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
         # A longer warm-up than a third of a short run would be most of what a sweep compares.
         warmup = self.settings.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
@@ -68,15 +66,13 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     """The jobs of the runs, kinds or models that `only` names, or of all.
 
     given: options of the command line, by section.key. known: rows of the runs that have ended.
-
     Raises UserError for options that are not allowed, or other than those of a known run.
     """
     is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
     if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
         raise UserError(
-            "the plan is incomplete; allowed: `common` with options by section.key, and `runs` "
-            "with options for each, or `seconds` and `kinds` with sizes and their options, and "
-            "perhaps `rates` and `sweep_share`, such as benchmarks/plans/model_sizes.yaml"
+            "the plan is incomplete; allowed: `common` and `runs`, or `common`, `seconds` and "
+            "`kinds`, perhaps with `rates` and `sweep_share`, such as those in benchmarks/plans"
         )
 
     def options(own: dict | None) -> dict:
@@ -90,9 +86,7 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
         for kind, sizes in plan.get("kinds", {}).items()
         for size, own in sizes.items()
     ]
-    names = {name for run in [*runs, *models] for name in (run.name, run.about.get("kind"))} - {
-        None
-    }
+    names = {run.name for run in [*runs, *models]} | {*plan.get("kinds", {})}
     if unknown := sorted({*only} - names):
         allowed = shlex.join(sorted(names))
         raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
@@ -132,10 +126,8 @@ def check_known(run: Run, known: dict) -> None:
         other = [key for key in sorted({*had, *now}) if had.get(key) != now.get(key)]
         if other:
             said = ", ".join(f"{key} {had.get(key)}, not {now.get(key)}" for key in other)
-            raise UserError(
-                f"the results have {name!r} with other options: {said}. Give those options, or "
-                "another --output"
-            )
+            allowed = "give those options, or another --output"
+            raise UserError(f"the results have {name!r} with other options: {said}; {allowed}")
 
 
 def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], known: dict) -> Job:
@@ -143,13 +135,10 @@ def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], known: dict) -
     for model in chosen:
         yield from runs_of_model(plan, model)
     for seconds in plan.get("seconds_of_best", []):
-        kind = models[0].about["kind"]
-        best = best_size(known, kind, plan["seconds"])
-        if best is None:
-            raise UserError(f"{kind}: no size has a loss after {plan['seconds']:g} s")
-        model = next(model for model in models if model.about["size"] == best["size"])
-        model = yield from pretrained(plan, model)
-        yield from longer_runs(plan, model, seconds, [best])
+        if best := best_size(known, models[0].about["kind"], plan["seconds"]):
+            model = next(model for model in models if model.about["size"] == best["size"])
+            model = yield from pretrained(plan, model)
+            yield from longer_runs(plan, model, seconds, [best])
 
 
 def pretrained(plan: dict, model: Run, seed: int | None = None) -> Generator[Run, dict, Run]:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import traceback
 from collections import deque
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,8 +39,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Study:
     """Results in OUTPUT.json, which has each run when it ends; a run that is there is not repeated.
     Runs are saved in OUTPUT-runs until then, and go on where they were cut.
-
-    commit: the one that is measured.
     """
 
     def __init__(self, output: Path, plan: dict, command: str, commit: str):
@@ -55,9 +53,8 @@ class Study:
     def work(self, jobs: list[Job]) -> int:
         """Does all runs, writes the report, and returns the exit status: LEFT after a signal.
 
-        Runs of several jobs take turns, so that what is interrupted has something to compare.
-
-        Raises UserError with what went wrong, when all other runs have ended.
+        Jobs take turns, so that what is interrupted has something to compare. Raises UserError with
+        what went wrong, when all other runs have ended.
         """
         check_writable(self.file.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,21 +88,18 @@ class Study:
 
     def next_run(self, job: Job, row: dict | None) -> Run | None:
         """The next run of a job that is not in the results, if there is one."""
-        try:
-            run = job.send(row)
-            while run.name in self.runs:
-                run = job.send(self.runs[run.name])
-            return run
-        except StopIteration:
-            return None
-        except UserError as error:  # the other jobs go on
-            self.problems.append(str(error))
-            return None
+        with suppress(StopIteration):
+            try:
+                run = job.send(row)
+                while run.name in self.runs:
+                    run = job.send(self.runs[run.name])
+                return run
+            except UserError as error:  # the other jobs go on
+                self.problems.append(str(error))
 
     def start(self, job: Job, run: Run, gpu: str) -> None:
-        # A fork has imported everything already, but CUDA does not survive one. CUDA reads which
-        # GPUs are visible when it is first asked, perhaps by an import: the process is born with
-        # one.
+        # A fork has imported everything already, but CUDA does not survive one. An import may ask
+        # CUDA which GPUs are visible: the process is born with one.
         context = multiprocessing.get_context("spawn" if gpu else "fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=report_run, args=(theirs, run, self.folder))
@@ -197,7 +191,7 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
     seconds = (min if is_speed else median)(each or [last["seconds"] / last["step"]])
     tokens_a_step, text = last["tokens"] // last["step"], data.splits["train"]
     chosen = np.linspace(0, len(windows) - 1, min(POINTS, len(windows))).round().astype(int)
-    found = {
+    return {
         "steps": last["step"],
         "tokens": last["tokens"],
         "tokens_a_step": tokens_a_step,
@@ -210,5 +204,5 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
         "accuracy": validation.get("validation_accuracy"),
         "bits_per_byte": validation.get("validation_bits_per_byte"),
         "loss": [[windows[number]["step"], windows[number]["loss"]] for number in chosen],
+        **{name: validation[name] for name in validation if name.startswith("top1_of_")},
     }
-    return found | {name: validation[name] for name in validation if name.startswith("top1_of_")}

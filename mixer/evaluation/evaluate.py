@@ -99,11 +99,9 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
 
 
 def evaluate_checkpoint(options: EvalOptions) -> dict:
-    """Loads a checkpoint, scores its text and returns the numbers with their conventions.
-
-    The processes of an `accelerate launch` share the windows out, and each returns the numbers of
-    the whole. Raises UserError for a checkpoint, text, data, window or dtype that cannot be used,
-    a model that is not causal, a loss that is not finite, and too little memory.
+    """Loads a checkpoint, scores its text and returns the numbers with their conventions, of all
+    processes together. Raises UserError for a checkpoint, text, data, window or dtype that cannot
+    be used, a model that is not causal, a loss that is not finite, and too little memory.
     """
     check_options(options)
     place = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
@@ -176,9 +174,8 @@ def describe_model(
 
 
 def numbers(scores: TokenScores, text: Text, context: int) -> dict:
-    """What a report has of the text and its scores. But for a task, perplexity is also per word and
-    byte, with bits per byte (nats / ln 2 / bytes). Where windows are longer than the trained
-    `context`, the loss is also given up to it and past it.
+    """What a report has of the text and its scores, also per word and byte but for a task. Where
+    windows are longer than the trained `context`, it has the loss up to it and past it.
     """
     found = {
         "text": text.name,

@@ -53,9 +53,7 @@ def new_figure(**settings):
 
 @contextmanager
 def curves(output: Path, title: str, x: str, y: str) -> Iterator:
-    """Yields axes to draw curves on, and saves them with what the curves are beside the axes, where
-    no legend covers one.
-    """
+    """Yields axes to draw curves on, and saves them with a legend beside the axes."""
     figure = new_figure(figsize=(8.4, 4.8))
     axes = figure.add_subplot()
     yield axes
@@ -105,9 +103,7 @@ def plot_loss_by_position(
 
 
 def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
-    """Centres and means over ranges that widen in proportion to where they are, NaN left out; both
-    arrays are (count,).
-    """
+    """Centres and means over ranges that widen in proportion to where they are, without NaN."""
     count = len(values)
     edges = np.geomspace(1, count + 1, max(2, round(4 * np.log2(count + 1)))).round()
     edges = np.unique(edges.astype(int)) - 1
