@@ -19,7 +19,9 @@ from pathlib import Path
 from mixer.common.errors import run_command
 from mixer.common.hardware import commit
 from mixer.common.parsing import read_yaml
-from mixer.compare import options_of, work
+from mixer.compare import options_of
+from mixer.comparison.plan import jobs_of
+from mixer.comparison.study import Study
 
 
 def main() -> None:
@@ -38,9 +40,9 @@ def main() -> None:
     only = [name for name in options.only if "=" not in name]
     plan, seeds = read_yaml(options.plan), [int(n) for n in options.seeds if "=" not in n]
     plan |= {"seeds": seeds} if seeds else {}
-    measured = options.commit or commit()
-    command, output = shlex.join(["python", *sys.argv]), Path(options.output)
-    sys.exit(work(plan, options_of(overrides), only, output, command, measured))
+    command = shlex.join(["python", *sys.argv])
+    study = Study(Path(options.output), plan, command, options.commit or commit())
+    sys.exit(study.work(jobs_of(plan, options_of(overrides), only, study.runs)))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@
     python -m mixer.compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
         --seconds 100 --seeds 3 optim.warmup_steps=100
 
-Every visible GPU trains models of its own, one at a time, all with the same seed: the same first
-weights, and the same data in the same order. Each trains for train.steps, or with --seconds for as
-many steps as it was measured to do in that time, so that its learning-rate schedule is complete.
-With --seeds N each is repeated, and the report has each seed and the mean.
+Every visible GPU trains models of its own, one at a time, all from the same seed. Each trains for
+train.steps, or with --seconds for as many steps as it was measured to do in that time.
 
 The output directory gets report.md, report.png and report.json, and what each run printed in
 report-runs. The same command goes on with a comparison that was cut short. Other models, sizes and
@@ -20,7 +18,6 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import check_writable
 from mixer.common.hardware import commit
 from mixer.common.parsing import parse_yaml, read_yaml
 from mixer.comparison.plan import jobs_of
@@ -33,10 +30,8 @@ from mixer.training.config import flatten, load_config
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = command_parser("mixer.compare", __doc__)
-    add = parser.add_argument
-    help_of_config = "YAML file, see configs/; section.key=value overrides follow"
-    add("--config", required=True, help=help_of_config)
-    names = ", ".join([*BACKENDS, *TRANSFORMERS])
+    add, names = parser.add_argument, ", ".join([*BACKENDS, *TRANSFORMERS])
+    add("--config", required=True, help="YAML file; section.key=value overrides follow")
     add("--backends", nargs="+", required=True, metavar="NAME", help=names)
     add("--output", default="runs/compare", help="directory of the report and the runs")
     add("--seconds", type=float, help="training time of each model, in place of train.steps")
@@ -46,27 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
     options.backends = [text for text in options.backends if "=" not in text]
     plan = plan_of(options, options_of(overrides))
     command = shlex.join(["python", "-m", "mixer.compare", *arguments])
-    sys.exit(work(plan, {}, [], Path(options.output) / "report", command, commit()))
-
-
-def work(
-    plan: dict, given: dict, only: list[str], output: Path, command: str, measured: str
-) -> int:
-    """Does a plan's runs and writes OUTPUT.json, .md and .png; returns the exit status.
-
-    measured: the commit that is measured. Others: see jobs_of.
-    """
-    file, folder = (output.with_name(output.name + end) for end in (".json", "-runs"))
-    study = Study(file, folder, plan, command, measured)
-    jobs = jobs_of(plan, given, only, study.runs)
-    check_writable(output.parent)
-    return study.work(jobs)
+    study = Study(Path(options.output) / "report", plan, command, commit())
+    sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
 
 
 def options_of(overrides: list[str]) -> dict:
     """The options that the command line gives, by section.key."""
-    wrong = [text for text in overrides if "=" not in text]
-    if wrong:
+    if wrong := [text for text in overrides if "=" not in text]:
         raise UserError(f"{' '.join(wrong)}: write overrides as section.key=value")
     given = dict(text.split("=", 1) for text in overrides)
     return {key: parse_yaml(value) if value else "" for key, value in given.items()}
@@ -74,10 +55,12 @@ def options_of(overrides: list[str]) -> dict:
 
 def plan_of(options: argparse.Namespace, given: dict) -> dict:
     """The plan of what the command line asks for; see mixer.comparison.plan."""
-    if options.seeds < 1:
-        raise UserError(f"--seeds is {options.seeds}; allowed: 1 or more")
-    if options.seconds is not None and not 0 < options.seconds < float("inf"):
-        raise UserError(f"--seconds is {options.seconds:g}; allowed: above 0 and finite")
+    seconds = options.seconds
+    if options.seeds < 1 or not (seconds is None or 0 < seconds < float("inf")):
+        raise UserError(
+            f"--seeds is {options.seeds}, --seconds is {seconds}; allowed: 1 or more seeds, and "
+            "seconds above 0 and finite"
+        )
     models = {name: entrant(name) for name in options.backends}
     if not models:
         raise UserError("nothing to compare; give --backends")
@@ -86,10 +69,9 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     common |= dict(flatten(read_yaml(options.config))) | given
     common = {key: value for key, value in common.items() if key not in ("name", "output_dir")}
     plan = {"common": common, "seeds": [run.seed + n for n in range(1, options.seeds)]}
-    if not options.seconds:
+    if not seconds:
         return plan | {"reference": next(iter(models)), "runs": models}
-    kinds = {name: {"": own} for name, own in models.items()}
-    return plan | {"seconds": options.seconds, "kinds": kinds}
+    return plan | {"seconds": seconds, "kinds": {name: {"": own} for name, own in models.items()}}
 
 
 def entrant(name: str) -> dict:

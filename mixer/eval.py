@@ -25,23 +25,21 @@ from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Has an option for each field of EvalOptions, and --output."""
     parser = command_parser(None, __doc__)
     text = parser.add_mutually_exclusive_group()
     special = {
         "checkpoint": {"nargs": "+", "required": True, "metavar": "DIR", "type": settled},
-        "text": {"nargs": "+", "default": (), "metavar": "FILE"},
+        "text": {"nargs": "+", "type": str, "metavar": "FILE"},
     }
     for option in fields(EvalOptions):
-        how = {"default": option.default, "metavar": "NAME"}
+        how = {"default": option.default, "help": option.metadata["help"], "metavar": "NAME"}
         if option.metadata["choices"]:
-            choices = [*filter(None, option.metadata["choices"])]
-            how = {"default": option.default, "choices": choices}
+            how |= {"choices": [*filter(None, option.metadata["choices"])], "metavar": None}
         elif not isinstance(option.default, str):
-            how |= {"metavar": "N", "type": int}
+            how |= {"type": int, "metavar": "N"}
         group = text if option.name in ("text", "data", "pairs", "hub") else parser
-        flag, help = "--" + option.name.replace("_", "-"), option.metadata["help"]
-        group.add_argument(flag, help=help, **special.get(option.name, how))
+        flag = "--" + option.name.replace("_", "-")
+        group.add_argument(flag, **how | special.get(option.name, {}))
     where = "where the report goes, in place of one that is there (default: "
     where += "CHECKPOINT/../eval-<checkpoint>, with the text and a hash of the options if any)"
     parser.add_argument("--output", metavar="DIR", help=where)

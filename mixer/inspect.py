@@ -1,14 +1,35 @@
 """Pictures of what was learned: the mixing matrices of a checkpoint.
 
-python -m mixer.inspect --checkpoint runs/demo/step-600
+    python -m mixer.inspect --checkpoint runs/demo/step-600
+
+The command writes a page with measures of all matrices, heat maps, and a picture of how far back
+they reach. A matrix W is (context, context), fp64, with a strictly upper triangle of zeros: token i
+receives W[i, j] of token j, at lag i - j.
 """
 
+import math
 from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedModel
 
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import command_parser, run_command
-from mixer.common.files import check_writable, directory_for
-from mixer.reporting.matrices import mixing_matrices, write_pages
+from mixer.common.files import check_writable, directory_for, whole_directory
+from mixer.models.masked_mixer.convolution import TriangularConv
+from mixer.reporting.figure import curves, log_means, new_figure, plain_number
+from mixer.reporting.tables import table, wrapped
+
+SHARE = 0.9  # of the last row's |W|, for the effective context
+# A lag with fewer weights is left out of the picture, because its mean is mostly noise.
+FEWEST = 8
+Matrices = dict[str, np.ndarray]  # of a layer, by name
+
+NOTES = (
+    f"Effective context: the most recent tokens that hold {SHARE:.0%} of the last row's |W|. The "
+    f"first picture has the mean |W| of each diagonal of {FEWEST} weights or more; lag 0 is the "
+    "token itself."
+)
 
 
 def main(arguments=None) -> None:
@@ -21,7 +42,97 @@ def main(arguments=None) -> None:
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
     layers = mixing_matrices(load_masked_mixer(options.checkpoint))
-    print(write_pages(str(options.checkpoint), layers, output))
+    name = options.checkpoint.resolve().name
+    with whole_directory(output) as stage:
+        for number, matrices in enumerate(layers):
+            plot_layer(matrices, f"{name}, layer {number}", stage / f"layer-{number:02d}.png")
+        plot_by_lag(layers, stage / "by_lag.png")
+        (stage / "index.md").write_text(index(options.checkpoint, layers), encoding="utf-8")
+    print(output / "index.md")
+
+
+def mixing_matrices(model: PreTrainedModel) -> list[Matrices]:
+    """The matrices of each layer: "W", or such as "W2 head 0 tap 1" where there are several."""
+    layers = []
+    for layer in model.model.layers:
+        found = [part for part in layer.mixing.modules() if isinstance(part, TriangularConv)]
+        matrices = {}
+        for number, conv in enumerate(found, 1):
+            # (heads, taps, context, context)
+            weight = conv.mixing_weight().detach().double().cpu().tril().numpy()
+            heads, taps = weight.shape[:2]
+            for head, tap in np.ndindex(heads, taps):
+                name = f"W{number}" if len(found) > 1 else "W"
+                name += (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
+                matrices[name] = weight[head, tap]
+        layers.append(matrices)
+    return layers
+
+
+def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
+    """Mean |W| of each diagonal, (context,): index 0 is the token itself."""
+    return np.array([np.abs(np.diagonal(matrix, -lag)).mean() for lag in range(len(matrix))])
+
+
+def effective_context(matrix: np.ndarray) -> int:
+    """How many of the most recent tokens, with itself, hold 90 % of the last row's |W|."""
+    reached = np.cumsum(np.abs(matrix[-1, ::-1]))
+    return 1 + int((reached < SHARE * reached[-1]).sum())
+
+
+def index(checkpoint: Path, layers: list[Matrices]) -> str:
+    """The text of index.md: a table of all matrices, then the pictures."""
+    rows = []
+    for number, matrices in enumerate(layers):
+        for name, matrix in matrices.items():
+            size = np.abs(matrix)
+            row = {"layer": number, "matrix": name}
+            row["mean abs W"] = float(size[np.tri(len(matrix), dtype=bool)].mean())
+            row["share at lag 0"] = float(np.trace(size) / (size.sum() or 1.0))
+            row["effective context, last row"] = effective_context(matrix)
+            rows.append(row)
+    pictures = ["by_lag.png", *(f"layer-{number:02d}.png" for number in range(len(layers)))]
+    parts = [f"# Mixing matrices of {checkpoint}", table(rows, keys=2), wrapped(NOTES)]
+    return "\n\n".join([*parts, *(f"![{name}]({name})" for name in pictures)]) + "\n"
+
+
+def plot_layer(matrices: Matrices, title: str, output: Path) -> None:
+    """A heat map of each matrix, whose colours end at the 99th percentile of |W|: a strong diagonal
+    would hide the rest.
+    """
+    columns = min(len(matrices), 4)
+    rows, side = math.ceil(len(matrices) / columns), 6.4 if len(matrices) == 1 else 4.2
+    figure = new_figure(figsize=(side * columns, side * rows * 0.88))
+    for number, (name, matrix) in enumerate(matrices.items(), 1):
+        axes = figure.add_subplot(rows, columns, number)
+        lower = np.tri(len(matrix), dtype=bool)
+        limit = float(np.quantile(np.abs(matrix[lower]), 0.99)) or 1.0
+        image = axes.imshow(np.where(lower, matrix, np.nan), cmap="RdBu_r", vmin=-limit, vmax=limit)
+        axes.set_facecolor("#eeeeee")
+        axes.grid(False)
+        axes.set(title=f"{title}: {name}", xlabel="input token", ylabel="output token")
+        figure.colorbar(image, ax=axes, extend="both", shrink=0.8)
+    figure.savefig(output)
+
+
+def plot_by_lag(layers: list[Matrices], output: Path) -> None:
+    """For each layer the mean over its matrices: each lag pale, means over ranges of lags dark."""
+    from matplotlib import colormaps
+
+    with curves(output, "|W| by lag", "lag (tokens back)", "mean |W|") as axes:
+        for number, matrices in enumerate(layers):
+            colour = colormaps["viridis"](0.9 * number / max(len(layers) - 1, 1))
+            curve = np.mean([weight_by_lag(matrix) for matrix in matrices.values()], axis=0)
+            curve = curve[: max(1, len(curve) - FEWEST + 1)]
+            lags = np.arange(len(curve))
+            axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
+            style = {"color": colour, "marker": "o", "markersize": 3, "label": f"layer {number}"}
+            axes.plot(*log_means(lags, curve), **style)
+        axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
+        axes.set_xlim(left=0)
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(plain_number)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@ python -m mixer.report runs/one runs/two --output both.png  # validation loss by
 
 from pathlib import Path
 
+import numpy as np
+
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, whole_file
-from mixer.reporting.curves import compare_runs, plot_training
-from mixer.reporting.metrics_file import read_metrics
+from mixer.reporting.figure import GREY, curves, plain_number, short_name
+from mixer.reporting.metrics_file import read_metrics, seconds_of_training, series
 from mixer.reporting.tables import table
 
+MOST_MEANS = 50  # points of a smoothed curve
 
-def main(arguments=None):
+
+def main(arguments=None) -> None:
     parser = command_parser("mixer.report", __doc__)
     how = "run directory, or its metrics.jsonl; two or more are compared"
     parser.add_argument("run", nargs="+", help=how)
@@ -31,9 +35,54 @@ def main(arguments=None):
         if len(options.run) == 1:
             plot_training(first, stage)
         else:
-            runs = {run: read_metrics(run) for run in options.run}
-            print(table(compare_runs(runs, stage)) + "\n")
+            print(table(compare_runs(options.run, stage)) + "\n")
     print(output)
+
+
+def plot_training(run: Path, output: Path) -> None:
+    """A run's validation loss, and behind it training loss: as logged, and smoothed."""
+    lines = read_metrics(run)
+    steps, losses = series(lines, "loss")
+    if not steps:
+        raise UserError(f"{run} has no training loss yet: let the run log a step first")
+    title = f"{short_name(run.resolve().name)}: loss"
+    with curves(output, title, "optimizer step", "loss (nats per token)") as axes:
+        axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
+        steps, losses = smooth(steps, losses)
+        style = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
+        axes.plot(steps, losses, color=GREY, label=f"training {losses[-1]:.3f}", **style)
+        steps, losses = series(lines, "validation_loss")
+        if steps:
+            style = {"linewidth": 2.2, "marker": "o", "markersize": 4}
+            axes.plot(steps, losses, label=f"validation {losses[-1]:.3f}", **style)
+        axes.xaxis.set_major_formatter(plain_number)
+
+
+def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
+    """Steps and values as means over up to MOST_MEANS stretches of equal numbers of values."""
+    stretches = np.array_split(np.arange(len(steps)), min(MOST_MEANS, len(steps)))
+    return tuple([float(np.mean(np.take(of, s))) for s in stretches] for of in (steps, values))
+
+
+def compare_runs(runs: list[str], output: Path) -> list[dict]:
+    """Draws validation losses against training time; returns the rows of a table of the ends."""
+    title, y, rows = "Validation loss by training time", "validation loss (nats per token)", []
+    with curves(output, title, "training time (s)", y) as axes:
+        for name in runs:
+            lines = read_metrics(name)
+            steps, losses = series(lines, "validation_loss")
+            if not steps:
+                raise UserError(
+                    f"{name} has no validation loss yet: let the run train until its first "
+                    "evaluation, after train.eval_every steps or at its end"
+                )
+            seconds = seconds_of_training(lines, steps)
+            label = f"{losses[-1]:.4f} {short_name(name)}"
+            axes.plot(seconds, losses, marker="o", markersize=3.5, label=label)
+            row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
+            rows.append(row | {"validation loss": losses[-1]})
+        axes.set_xlim(left=0)
+    return rows
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ of a layer of any causal language model, with the checkpoint's weights and with 
     python -m mixer.representation --checkpoint runs/demo/step-600
     python -m mixer.representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6 12
 
-Hamming score: the share of positions whose token is not the text's; 0 is best. Only the best token
-of a position counts. The paper's own script accepts the text's token among the five best, so its
-scores are no higher than these. Another search might read more.
-
 A guess, at first Gaussian noise in place of the text's embeddings, is changed by gradient descent
-until the layer gives for it what it gives for the text. The distance is L1, over the outputs of all
-tokens or of the last token alone, which is all that the next token is predicted from. The
-pseudo-inverse of the embedding then turns the guess into tokens.
+until the layer gives for it what it gives for the text, in L1 over the outputs of all tokens or of
+the last one alone, from which the next token is predicted. The pseudo-inverse of the embedding then
+turns the guess into tokens. The Hamming score is the share of positions whose token is not the
+text's. The paper's own script accepts the text's token among the five best of a position, so its
+scores are no higher than these. Another search might read more.
 """
 
 import argparse
@@ -29,14 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
-from mixer.evaluation.evaluate import (
-    EvalOptions,
-    check_options,
-    choose_text,
-    choose_window,
-    describe_model,
-)
-from mixer.evaluation.measure import DEVICES, choose_device
+from mixer.evaluation import evaluate, texts
+from mixer.evaluation.scoring import DEVICES, choose_device
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.reporting.tables import table, wrapped
 
@@ -72,63 +64,57 @@ def main(arguments=None) -> None:
 
 
 def representation(options: argparse.Namespace) -> dict:
-    """All numbers of the report; see main for the options.
-
-    Raises UserError if the checkpoint or the text cannot be read, or if the model does not have the
-    layers or tokens that are asked for.
-    """
-    source = EvalOptions(checkpoint=str(options.checkpoint), text=options.text, data=options.data)
-    check_options(source)
-    model, tokenizer = load_checkpoint(options.checkpoint, choose_device(options.device, "fp32"))
-    context, _ = choose_window(source, model)
-    count = len(blocks(model.base_model))
-    layers = options.layers or list(range(count + 1))
-    lengths = options.tokens or [n for n in TOKENS if n <= context] or [context]
-    require("texts", [options.texts], 1, 10**6)
-    require("steps", [options.steps], 1, 10**9)
-    require("layers", layers, 0, count)
-    require("tokens", lengths, 1, context)
-    text = choose_text(source, context, tokenizer)
+    """All numbers of the report; see main for the options."""
+    directory = options.checkpoint
+    source = evaluate.EvalOptions(str(directory), text=options.text, data=options.data)
+    evaluate.check_options(source)
+    model, tokenizer = load_checkpoint(directory, choose_device(options.device, "fp32"))
+    context, _ = evaluate.choose_window(source, model)
+    text = texts.choose_text(source, context, tokenizer)
     check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
-    stream = max(text.streams, key=len)
-    windows = [cut_windows(stream, length, options.texts).to(model.device) for length in lengths]
+    stream, count = max(text.streams, key=len), len(blocks(model.base_model))
+    layers = range(count + 1) if options.layers is None else options.layers
+    longest = min(context, len(stream))
+    lengths = options.tokens or [n for n in TOKENS if n <= longest] or [longest]
+    for name, values, least, most in (
+        ("texts", [options.texts], 1, 10**6),
+        ("steps", [options.steps], 1, 10**9),
+        ("layers", layers, 0, count),
+        ("tokens", lengths, 1, longest),
+    ):
+        if wrong := [value for value in values if not least <= value <= most]:
+            raise UserError(f"--{name} is {wrong[0]}; allowed here: {least} to {most}")
+    windows = []  # of each length (texts, length), their beginnings spread evenly over the stream
+    for length in lengths:
+        starts = np.linspace(0, len(stream) - length, options.texts).astype(int)
+        cut = np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
+        windows.append(torch.from_numpy(cut).to(model.device))
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
-        inverse = torch.linalg.pinv(tested.get_input_embeddings().weight)
+        embedding = tested.get_input_embeddings().weight
+        inverse = torch.linalg.pinv(embedding)
         for layer in layers:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
-            found = score_layer(tested, layer, inverse, windows, options.steps)
-            rows += [{"weights": weights, **row} for row in found]
-    described = describe_model(options.checkpoint, model, tokenizer)
+            run = first_layers(tested, layer)
+            for outputs, read in READ.items():
+                about = {"weights": weights, "outputs": outputs, "layer": layer}
+                for tokens in windows:
+                    guess, left = reconstruct(run, embedding[tokens], read, options.steps)
+                    score = hamming_score(guess, tokens, inverse)
+                    found = {"tokens": tokens.shape[1], "hamming": score, "distance_left": left}
+                    rows.append(about | found)
+    described = evaluate.describe_model(directory, model, tokenizer)
     about = {"text": text.name, "texts": options.texts, "steps": options.steps}
     return {**described, **about, "rows": rows}
-
-
-def require(name: str, values: list[int], least: int, most: int) -> None:
-    for value in values:
-        if not least <= value <= most:
-            raise UserError(f"--{name} is {value}; allowed here: {least} to {most}")
-
-
-def cut_windows(stream: np.ndarray, length: int, texts: int) -> Tensor:
-    """Windows (texts, length) int64 of one text, their beginnings spread evenly over it."""
-    if len(stream) < length:
-        raise UserError(
-            f"the longest text has {len(stream)} tokens, fewer than --tokens {length}: give a "
-            "longer text, or fewer"
-        )
-    starts = np.linspace(0, len(stream) - length, texts).astype(int)
-    windows = [stream[start : start + length].astype(np.int64) for start in starts]
-    return torch.from_numpy(np.stack(windows))
 
 
 def report(result: dict) -> str:
     """A Markdown table with notes."""
     rows: dict[tuple, dict] = {}
     for row in result["rows"]:
-        own = {"outputs read": row["outputs"], "weights": row["weights"], "layer": row["layer"]}
-        own = rows.setdefault(tuple(own.values()), own)
+        name = {"outputs read": row["outputs"], "weights": row["weights"], "layer": row["layer"]}
+        own = rows.setdefault(tuple(name.values()), name)
         own[f"Hamming, {row['tokens']} tokens"] = row["hamming"]
     left = max(row["distance_left"] for row in result["rows"])
     notes = (
@@ -142,9 +128,6 @@ def report(result: dict) -> str:
     return f"{table(list(rows.values()), keys=3)}\n\n{wrapped(notes)}"
 
 
-# ------------------------------------------------------------------------- the search
-
-
 def blocks(body: nn.Module) -> nn.ModuleList:
     """The blocks of a transformers model without its head: its longest list of modules."""
     return max((part for part in body.modules() if isinstance(part, nn.ModuleList)), key=len)
@@ -152,8 +135,7 @@ def blocks(body: nn.Module) -> nn.ModuleList:
 
 def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
     """The map from embedded tokens to the output of block `layer`, both (texts, tokens, channels).
-
-    Blocks are counted from 1; layer 0 is the embedding itself, so its map changes nothing.
+    Blocks are counted from 1; layer 0 is the embedding itself.
     """
     if layer == 0:
         return lambda embedded: embedded
@@ -161,9 +143,7 @@ def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
     del blocks(body)[layer:]  # the output of later blocks is not needed
     kept = {}
     body.get_input_embeddings().register_forward_hook(lambda *_: kept["input"])
-    blocks(body)[-1].register_forward_hook(
-        lambda _block, _given, output: kept.update(output=output)
-    )
+    blocks(body)[-1].register_forward_hook(lambda *given: kept.update(output=given[-1]))
 
     def run(embedded: Tensor) -> Tensor:
         kept["input"] = embedded  # which the hook above puts in place of the embedding's output
@@ -180,9 +160,8 @@ def reconstruct(
     """A guess of `embedded` from the output of `layers`, both (texts, tokens, channels), and its
     distance from the text's output as a share of the first noise's, a mean over texts.
 
-    read: the tokens whose outputs are compared, one of READ. This is plain gradient descent; the
-    rate falls linearly from LR to a tenth of it. Distances are sums over tokens and channels, so a
-    text's guess does not depend on the other texts.
+    read: the tokens whose outputs are compared, one of READ. This is plain gradient descent, for
+    each text alone; the rate falls linearly from LR to a tenth of it.
     """
     generator = torch.Generator().manual_seed(0)
     guess = torch.randn(embedded.shape, generator=generator).to(embedded.device).requires_grad_()
@@ -200,35 +179,15 @@ def reconstruct(
 
 
 def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:
-    """The share of positions at which the guess is not the text's token; 0 is best.
+    """The share of positions at which the guess (texts, tokens, channels) is not the text's token.
 
-    guess: (texts, tokens, channels); tokens: (texts, tokens); inverse: (channels, vocabulary), the
-    pseudo-inverse of the embedding.
+    inverse: (channels, vocabulary), the pseudo-inverse of the embedding.
     """
     return (torch.argmax(guess @ inverse, dim=-1) != tokens).double().mean().item()
 
 
-def score_layer(
-    model: PreTrainedModel, layer: int, inverse: Tensor, windows: list[Tensor], steps: int
-) -> list[dict]:
-    """A row of numbers for each of READ and of `windows` (texts, tokens) int64.
-
-    inverse: see `hamming_score`. The model is in fp32 and eval mode.
-    """
-    run, embedding, rows = first_layers(model, layer), model.get_input_embeddings().weight, []
-    for name, read in READ.items():
-        for tokens in windows:
-            guess, left = reconstruct(run, embedding[tokens].detach(), read, steps)
-            about = {"outputs": name, "layer": layer, "tokens": tokens.shape[1]}
-            score = hamming_score(guess, tokens, inverse)
-            rows.append(about | {"hamming": score, "distance_left": left})
-    return rows
-
-
 def random_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same configuration with random weights, in fp32 and eval mode, on the same
-    device. Mixing weights are random too, whatever the training began with.
-    """
+    """A model of the same configuration and device with random weights, in fp32 and eval mode."""
     config = copy.deepcopy(model.config)
     if isinstance(config, MaskedMixerConfig):
         config.mixing_init = "reference"  # "zero" would mix no tokens at all

@@ -2,6 +2,5 @@
 
 plan      the runs that a plan asks for
 study     the results, and a process for each GPU that adds to them
-measure   one run, in its process
 report    the tables and pictures, from the results alone
 """

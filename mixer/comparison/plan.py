@@ -8,9 +8,9 @@ A plan has `common`, the options of all runs by section.key, and either
   trains for a few steps, which measures its speed; at each of `rates`, for `sweep_share` of the
   steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
   lower one. Then the best size of a kind trains for each of `seconds_of_best`, again at its rate
-  and at the next lower one. After these longer runs the loss is also measured by position and by
-  kind of token. Without `rates` each model keeps its own. With `pretraining`, the options of a run
-  of as many seconds that comes first, at each model's own rate, all others start from its weights.
+  and at the next lower one. Without `rates` each model keeps its own. With `pretraining`, the
+  options of a run of as many seconds that comes first, at each model's own rate, all others start
+  from its weights.
 
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other first
 weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer and the
@@ -18,7 +18,7 @@ initial mixing weights are from there.
 """
 
 import shlex
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
@@ -31,69 +31,77 @@ EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth l
 
 @dataclass(frozen=True)
 class Run:
-    """What one process trains."""
+    """What one process trains; or a model of a plan, of which `timed` makes runs."""
 
     name: str
     settings: dict  # by section.key
     about: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
-    by_position: bool = False  # whether the loss is measured by position and by kind of token
     keeps: bool = False  # whether its checkpoint stays, for others to start from
+
+    @property
+    def rate(self) -> float:
+        return self.settings.get("optim.lr") or RunConfig().optim.lr
+
+    def config(self, *changes: str) -> RunConfig:
+        return load_config(None, [*(override(*item) for item in self.settings.items()), *changes])
 
     def with_seed(self, seed: int) -> "Run":
         changes = {"settings": self.settings | {"seed": seed}, "about": self.about | {"seed": seed}}
         return replace(self, name=f"{self.name}, seed {seed}", **changes)
 
-    def config(self, *changes: str) -> RunConfig:
-        return load_config(None, [*(override(*item) for item in self.settings.items()), *changes])
+    def timed(self, budget: float, rate: float, steps: int) -> "Run":
+        """budget: the seconds that the steps should take; 0 for a run that measures the speed."""
+        name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
+        # A longer warm-up than a third of a short run would be most of what a sweep compares.
+        warmup = self.settings.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
+        changes = {"train.steps": steps, "optim.lr": rate}
+        changes["optim.warmup_steps"] = min(warmup, steps // 3)
+        return Run(name, self.settings | changes, self.about | {"budget": budget, "lr": rate})
 
 
 Job = Generator[Run, dict, None]  # yields runs, one after the other, and receives their rows
-
-
-@dataclass(frozen=True)
-class Model:
-    """One size of one kind, with all options of its runs but those of a sweep."""
-
-    kind: str
-    size: str
-    options: dict  # by section.key
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind} {self.size}".strip()
-
-    @property
-    def rate(self) -> float:
-        return self.options.get("optim.lr") or RunConfig().optim.lr
-
-    def run(self, budget: float, rate: float, steps: int, by_position: bool = False) -> Run:
-        """budget: the seconds that the steps are meant to take; 0 for the run that measures the
-        speed.
-        """
-        name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
-        about = {"kind": self.kind, "size": self.size, "budget": budget, "lr": rate}
-        # A longer warm-up than a third of a short run would be most of what a sweep compares.
-        warmup = self.options.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
-        changes = {"train.steps": steps, "optim.lr": rate}
-        changes["optim.warmup_steps"] = min(warmup, steps // 3)
-        return Run(name, self.options | changes, about, by_position)
 
 
 def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     """The jobs of the runs, kinds or models that `only` names, or of all.
 
     given: options of the command line, by section.key. known: rows of the runs that have ended.
-
     Raises UserError for options that are not allowed, or other than those of a known run.
     """
     is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
     if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
         raise UserError(
-            "the plan is incomplete; allowed: `common` with options by section.key, and `runs` "
-            "with options for each, or `seconds` and `kinds` with sizes and their options, and "
-            "perhaps `rates` and `sweep_share`, such as benchmarks/plans/model_sizes.yaml"
+            "the plan is incomplete; allowed: `common` and `runs`, or `common`, `seconds` and "
+            "`kinds`, perhaps with `rates` and `sweep_share`, such as those in benchmarks/plans"
         )
-    return (jobs_of_kinds if "kinds" in plan else jobs_of_runs)(plan, given, only, known)
+
+    def options(own: dict | None) -> dict:
+        """All options of a run or model; later ones win."""
+        chosen = recipe(plan) | plan["common"] | recipe(own or {}) | given | (own or {})
+        return {key: value for key, value in chosen.items() if key != "recipe"}
+
+    runs = [Run(name, options(own)) for name, own in plan.get("runs", {}).items()]
+    models = [
+        Run(f"{kind} {size}".strip(), options(own), {"kind": kind, "size": str(size)})
+        for kind, sizes in plan.get("kinds", {}).items()
+        for size, own in sizes.items()
+    ]
+    names = {run.name for run in [*runs, *models]} | {*plan.get("kinds", {})}
+    if unknown := sorted({*only} - names):
+        allowed = shlex.join(sorted(names))
+        raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
+    for run in [*runs, *models]:
+        (run.timed(0, run.rate, 100) if run.about else run).config()  # refuses what is not allowed
+        check_known(run, known)
+    seeds, jobs = plan.get("seeds", []), []
+    for run in runs:
+        if not only or run.name in only:
+            jobs.append(each for each in [run, *map(run.with_seed, seeds)])
+    for kind in plan.get("kinds", {}):
+        own = [model for model in models if model.about["kind"] == kind]
+        if chosen := [model for model in own if not only or {kind, model.name} & {*only}]:
+            jobs.append(job_of_kind(plan, own, chosen, known))
+    return jobs
 
 
 def recipe(changes: dict) -> dict:
@@ -105,113 +113,64 @@ def recipe(changes: dict) -> dict:
     return options | {"model.mixing_init": file["model"].get("mixing_init", "reference")}
 
 
-def check_names(only: list[str], allowed: Iterable[str]) -> None:
-    if unknown := sorted({*only} - {*allowed}):
-        raise UserError(
-            f"--only {shlex.join(unknown)}: not in the plan; allowed: {shlex.join(sorted(allowed))}"
-        )
+def check_known(run: Run, known: dict) -> None:
+    """Raises UserError if the results have this run, or runs of this model, with other options."""
+    for name, row in known.items():
+        had, now = row["settings"], run.settings
+        if run.about and run.about == {key: row.get(key) for key in run.about}:
+            # What differs between the runs of one model.
+            now = run.timed(1, had["optim.lr"], had["train.steps"]).settings
+            now |= {key: had[key] for key in ("seed", "train.init_from") if key in had}
+        elif name != run.name:
+            continue
+        other = [key for key in sorted({*had, *now}) if had.get(key) != now.get(key)]
+        if other:
+            said = ", ".join(f"{key} {had.get(key)}, not {now.get(key)}" for key in other)
+            allowed = "give those options, or another --output"
+            raise UserError(f"the results have {name!r} with other options: {said}; {allowed}")
 
 
-def check_known(name: str, row: dict, options: dict) -> None:
-    """Raises UserError if the results have a run that had other options."""
-    had = row["settings"]
-    other = [key for key in sorted({*had, *options}) if had.get(key) != options.get(key)]
-    if other:
-        said = ", ".join(f"{key} {had.get(key)}, not {options.get(key)}" for key in other)
-        raise UserError(
-            f"the results have {name!r} with other options: {said}. Give those options, or another "
-            "--output"
-        )
-
-
-# ------------------------------------------------------------------------- named runs
-
-
-def jobs_of_runs(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
-    check_names(only, plan["runs"])
-    jobs = []
-    for name, changes in plan["runs"].items():
-        settings = plan["common"] | recipe(changes or {}) | given | (changes or {})
-        settings.pop("recipe", None)
-        run = Run(name, settings)
-        run.config()  # refuses what is not allowed
-        if name in known:
-            check_known(name, known[name], settings)
-        if not only or name in only:
-            own = [run, *map(run.with_seed, plan.get("seeds", []))]
-            jobs.append(run for run in own)
-    return jobs
-
-
-# ------------------------------------------------------------------------- kinds and sizes
-
-
-def jobs_of_kinds(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
-    common, models = recipe(plan) | plan["common"] | given, []
-    for kind, sizes in plan["kinds"].items():
-        models += [Model(kind, str(size), common | (own or {})) for size, own in sizes.items()]
-    check_names(only, {name for model in models for name in (model.kind, model.name)})
-    for model in models:
-        model.run(0, model.rate, 100).config()  # refuses what is not allowed
-        for name, row in known.items():
-            if (row.get("kind"), row.get("size")) == (model.kind, model.size):
-                own = row["settings"]
-                wanted = model.run(1, own["optim.lr"], own["train.steps"]).settings
-                if "seed" in row:
-                    wanted |= {"seed": row["seed"]}
-                if "train.init_from" in own:  # after pretraining
-                    wanted |= {"train.init_from": own["train.init_from"]}
-                check_known(name, row, wanted)
-    jobs = []
-    for kind in plan["kinds"]:
-        own = [model for model in models if model.kind == kind]
-        if chosen := [model for model in own if not only or {kind, model.name} & set(only)]:
-            jobs.append(job_of_kind(plan, own, chosen, known))
-    return jobs
-
-
-def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], known: dict) -> Job:
+def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], known: dict) -> Job:
     """All runs of the chosen sizes of a kind, and longer ones of the best of all sizes."""
     for model in chosen:
         yield from runs_of_model(plan, model)
     for seconds in plan.get("seconds_of_best", []):
-        best = best_size(known, models[0].kind, plan["seconds"])
-        if best is None:
-            raise UserError(f"{models[0].kind}: no size has a loss after {plan['seconds']:g} s")
-        model = next(model for model in models if model.size == best["size"])
-        model = yield from pretrained(plan, model)
-        yield from longer_runs(plan, model, seconds, [best])
+        if best := best_size(known, models[0].about["kind"], plan["seconds"]):
+            model = next(model for model in models if model.about["size"] == best["size"])
+            model = yield from pretrained(plan, model)
+            yield from longer_runs(plan, model, seconds, [best])
 
 
-def pretrained(plan: dict, model: Model, seed: int | None = None) -> Generator[Run, dict, Model]:
+def pretrained(plan: dict, model: Run, seed: int | None = None) -> Generator[Run, dict, Run]:
     """The model as it starts: where the plan has `pretraining`, from the weights of such a run."""
     if "pretraining" not in plan:
         return model
-    options = model.options | {"train.init_from": ""} | plan["pretraining"]
-    first = Model(f"{model.kind}, pretraining", model.size, options)
-    speed = yield first.run(0, first.rate, 4 * options["logging.log_every"])
-    run = first.run(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
+    about = model.about | {"kind": f"{model.about['kind']}, pretraining"}
+    options = model.settings | {"train.init_from": ""} | plan["pretraining"]
+    first = Run(" ".join(about.values()).strip(), options, about)
+    speed = yield first.timed(0, first.rate, 4 * options["logging.log_every"])
+    run = first.timed(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
     row = yield replace(run if seed is None else run.with_seed(seed), keeps=True)
-    return replace(model, options=model.options | {"train.init_from": row["checkpoint"]})
+    return replace(model, settings=model.settings | {"train.init_from": row["checkpoint"]})
 
 
-def runs_of_model(plan: dict, model: Model) -> Job:
+def runs_of_model(plan: dict, model: Run) -> Job:
     """A run that measures the speed, those of all rates, and the longer ones."""
     model = yield from pretrained(plan, model)
     rates, share, seconds = plan.get("rates"), plan.get("sweep_share"), plan["seconds"]
     lowest = min(rates or [model.rate])
-    shorter = [(yield model.run(0, lowest, 4 * model.options["logging.log_every"]))]
+    shorter = [(yield model.timed(0, lowest, 4 * model.settings["logging.log_every"]))]
     if rates and "failure" not in shorter[0]:
         steps, shorter = max(1, round(share * steps_in(seconds, shorter[0]))), []
         for rate in rates:
-            shorter.append((yield model.run(share * seconds, rate, steps)))
+            shorter.append((yield model.timed(share * seconds, rate, steps)))
     good = [row for row in shorter if "failure" not in row]
     if not good:
         raise UserError(f"{model.name}: diverges, at {lowest:g} too; add lower rates")
     yield from longer_runs(plan, model, seconds, good)
 
 
-def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -> Job:
+def longer_runs(plan: dict, model: Run, seconds: float, shorter: list[dict]) -> Job:
     """A model at the best rate of shorter runs and at the next lower one, which more steps may
     want; then with the other seeds at the better of these two.
     """
@@ -220,12 +179,12 @@ def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -
     rates = sorted(rate for rate in plan.get("rates", [best["lr"]]) if rate <= best["lr"])[-2:]
     losses = {}
     for rate in reversed(rates):
-        row = yield model.run(seconds, rate, steps, by_position=True)
+        row = yield model.timed(seconds, rate, steps)
         losses[rate] = row.get("validation_loss", float("inf"))
     for seed in plan.get("seeds", []):
         better = min(losses, key=losses.get)
         again = yield from pretrained(plan, model, seed)
-        yield again.run(seconds, better, steps, by_position=True).with_seed(seed)
+        yield again.timed(seconds, better, steps).with_seed(seed)
 
 
 def steps_in(seconds: float, measured: dict) -> int:

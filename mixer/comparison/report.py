@@ -1,43 +1,35 @@
-"""The report of a plan's results, from these alone: tables, and a picture of named runs by time, or
-of kinds by time and by position.
-"""
+"""The report of a plan's results, from these alone: tables, and a picture of losses by time."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
 from mixer.common.files import write_text
-from mixer.data.config import TASKS
 from mixer.reporting import tables
-from mixer.reporting.figure import COLOURS, can_draw, log_axis, name_curves, new_figure
+from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis
 
 # The columns of a run's numbers: the key, what to divide by, and the format.
 COLUMNS = {
-    "parameters, M": ("parameters", 1e6, ".1f"),
-    "steps": ("steps", 1, ",.0f"),
-    "tokens, M": ("tokens", 1e6, ".1f"),
-    "epochs": ("passes", 1, ".2f"),
-    "lr": ("lr", 1, "g"),
-    "tokens/s": ("tokens_per_second", 1, ",.0f"),
-    "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
     "training, s": ("training_seconds", 1, ".1f"),
-    "of its time": ("share_of_time", 1, ".3f"),
-    "memory, GB": ("peak_memory_gb", 1, ".1f"),
+    "lr": ("lr", 1, "g"),
     "validation loss": ("validation_loss", 1, ".4f"),
+    "of its time": ("share_of_time", 1, ".3f"),
     "bits/byte": ("bits_per_byte", 1, ".4f"),
+    "accuracy": ("accuracy", 1, ".2%"),
     "repeats": ("repeats_loss", 1, ".3f"),
     "others": ("others_loss", 1, ".3f"),
-    "accuracy": ("accuracy", 1, ".2%"),
     "top1 of 32": ("top1_of_32", 1, ".1%"),
     "top1 of 1024": ("top1_of_1024", 1, ".1%"),
     "top1 of 8192": ("top1_of_8192", 1, ".1%"),
+    "steps": ("steps", 1, ",.0f"),
+    "tokens, M": ("tokens", 1e6, ".1f"),
+    "memory, GB": ("peak_memory_gb", 1, ".1f"),
+    "epochs": ("passes", 1, ".2f"),
+    "parameters, M": ("parameters", 1e6, ".1f"),
+    "tokens/s": ("tokens_per_second", 1, ",.0f"),
+    "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
 }
-OF_RETRIEVAL = ["top1 of 32", "top1 of 1024", "top1 of 8192"]
-OF_RUNS = ["steps", "tokens/s", "training, s", "of its time", "validation loss"]
-OF_RUNS += ["memory, GB", "useful TFLOP/s", *OF_RETRIEVAL]
-OF_KINDS = ["training, s", "lr", "steps", "tokens, M", "epochs", "memory, GB", "validation loss"]
-OF_TEXTS = ["bits/byte", "repeats", "others", *OF_RETRIEVAL]
+OF_SWEEP = ("model", "lr", "validation loss", "training, s", "steps")
 
 NOTES = (
     "Losses are in nats per token. Training time is the steps by the median time of a step, "
@@ -46,9 +38,8 @@ NOTES = (
 )
 NOTES_OF_KINDS = (
     "No run reads its text more than four times. If the best rate is the highest or the lowest "
-    "tried, a better one may lie beyond. Repeats: tokens that a copy from the window would "
-    "predict, as the two tokens before them occurred earlier in the window and were followed by "
-    "the same token."
+    "tried, a better one may lie beyond. Repeats (of earlier versions): tokens that follow the two "
+    "tokens before them earlier in the window, too."
 )
 
 
@@ -64,28 +55,56 @@ def write_report(result: dict, file: Path) -> str:
 def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
-    return "\n\n".join([*parts, NOTES, origins(result)]) + "\n"
-
-
-def origins(result: dict) -> str:
-    """Where the runs were measured, which may be of different times."""
-    # Files of older plans say once for all runs where they were measured.
-    by = [result | run for run in result["runs"].values()]
-    devices = ", ".join(dict.fromkeys(run["hardware"]["device"] for run in by))
-    torches = ", ".join(dict.fromkeys(run["hardware"]["torch"] for run in by))
-    commits = ", ".join(dict.fromkeys(run["commit"][:10] for run in by))
-    return (
-        f"Measured on {devices}, torch {torches}; commit {commits}; `{result['command']}`. "
+    # Runs of one file may be of different times.
+    found = [{**run["hardware"], "commit": run["commit"][:10]} for run in result["runs"].values()]
+    device, torch, commit = (
+        ", ".join(dict.fromkeys(each[name] for each in found))
+        for name in ("device", "torch", "commit")
+    )
+    origin = (
+        f"Measured on {device}, torch {torch}; commit {commit}; `{result['command']}`. "
         "The options of each run are in the JSON file."
     )
+    return "\n\n".join([*parts, NOTES, origin]) + "\n"
 
 
-def cells(row: dict, titles: list[str]) -> dict[str, str]:
+def parts_of_runs(result: dict) -> list[str]:
+    """The runs in the order of the plan; times are compared with that of the plan's reference."""
+    runs, rows = result["runs"], []
+    time = runs.get(result["plan"].get("reference"), {}).get("training_seconds")
+    for name in dict.fromkeys([*result["plan"].get("runs", {}), *runs]):
+        row = runs.get(name, {})
+        if time and "training_seconds" in row:
+            row = row | {"share_of_time": row["training_seconds"] / time}
+        rows += [{"run": name} | cells(row)] if row else []
+    return section("# Runs compared", rows) + section("## Seeds", seed_rows(runs))
+
+
+def parts_of_kinds(result: dict) -> list[str]:
+    """The runs that follow a sweep and pretraining, by time and the best first; then the sweep."""
+    plan, runs = result["plan"], result["runs"]
+    sweep = plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
+    rows = [row for row in first_seeds(runs) if not row["kind"].endswith("pretraining")]
+    rows.sort(key=lambda row: (row["budget"], row.get("validation_loss", math.inf)))
+    ends, tried = [], []
+    for row in rows:
+        shown = {"model": f"{row['kind']} {row['size']}".strip()} | cells(row)
+        if row["budget"] > sweep:
+            ends.append(shown)
+        else:
+            tried.append({title: shown[title] for title in OF_SWEEP})
+    tried.sort(key=lambda row: row["model"])
+    parts = ["# Models of several sizes for equal times", *section("## Losses", ends, keys=3)]
+    parts += section("## Seeds", seed_rows(runs))
+    return [*parts, *section("## Learning rates", tried), NOTES_OF_KINDS]
+
+
+def cells(row: dict) -> dict[str, str]:
     """A run's numbers in words; empty where it has none."""
-    found = {}
-    for title in titles:
-        key, unit, form = COLUMNS[title]
-        found[title] = "" if row.get(key) is None else f"{row[key] / unit:{form}}"
+    found = {
+        title: "" if row.get(key) is None else f"{row[key] / unit:{form}}"
+        for title, (key, unit, form) in COLUMNS.items()
+    }
     return found | ({"validation loss": "diverged"} if "failure" in row else {})
 
 
@@ -96,19 +115,33 @@ def section(title: str, rows: list[dict], keys: int = 1) -> list[str]:
     return [title, tables.table(filled, keys)] if rows else []
 
 
-# ------------------------------------------------------------------------- named runs
+def seed_rows(runs: dict) -> list[dict]:
+    """The losses of repeated runs, and how far these are apart."""
+    rows = []
+    for name, own in repeated(runs).items():
+        losses = {row["settings"].get("seed", 0): row["validation_loss"] for row in own}
+        middle, apart = mean(losses.values()), max(losses.values()) - min(losses.values())
+        each = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in losses.items())
+        row = {"run": name, "seeds": len(losses), "mean": middle}
+        rows.append(row | {"apart": f"{apart / middle:.2%}", "each (seed)": each})
+    return rows
 
 
-def parts_of_runs(result: dict) -> list[str]:
-    """The runs in the order of the plan; times are compared with that of the plan's reference."""
-    runs, rows = result["runs"], []
-    time = runs.get(result["plan"].get("reference"), {}).get("training_seconds")
-    for name in dict.fromkeys([*result["plan"].get("runs", {}), *runs]):
-        if row := runs.get(name):
-            if time and "training_seconds" in row:
-                row = row | {"share_of_time": row["training_seconds"] / time}
-            rows.append({"run": name} | cells(row, OF_RUNS))
-    return section("# Runs compared", rows) + seeds_section(runs)
+def first_seeds(runs: dict) -> list[dict]:
+    """The runs but for those that measured a speed, or repeat one with another seed."""
+    return [row for row in runs.values() if row.get("budget") != 0 and "seed" not in row]
+
+
+def finished(runs: dict, kind: str | None = None) -> list[dict]:
+    """The `first_seeds` of a kind, or of all, that ended with a loss."""
+    rows = [row for row in first_seeds(runs) if "failure" not in row]
+    return [row for row in rows if kind in (None, row.get("kind"))]
+
+
+def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
+    """The run of a kind that has the lowest validation loss after a budget."""
+    rows = [row for row in finished(runs, kind) if row["budget"] == seconds]
+    return min(rows, key=lambda row: row["validation_loss"], default=None)
 
 
 def repeated(runs: dict) -> dict[str, list[dict]]:
@@ -118,165 +151,49 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
         if "seed" in row:
             first = name.removesuffix(f", seed {row['seed']}")
             found.setdefault(first, [runs[first]]).append(row)
-    return {name: [row for row in own if "failure" not in row] for name, own in found.items()}
-
-
-def seeds_section(runs: dict) -> list[str]:
-    """The losses of repeated runs, and how far these are apart."""
-    rows = []
-    for name, own in repeated(runs).items():
-        losses = {row["settings"].get("seed", 0): row["validation_loss"] for row in own}
-        if losses:
-            middle, apart = mean(losses.values()), max(losses.values()) - min(losses.values())
-            each = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in losses.items())
-            row = {"run": name, "seeds": len(losses), "mean": middle}
-            rows.append(row | {"apart": f"{apart / middle:.2%}", "each (seed)": each})
-    return section("## Seeds", rows)
-
-
-# ------------------------------------------------------------------------- kinds and sizes
-
-
-def parts_of_kinds(result: dict) -> list[str]:
-    runs = result["runs"]
-    parts = ["# Models of several sizes for equal times"]
-    parts += section("## Losses", loss_rows(result), keys=3) + seeds_section(runs)
-    parts += section("## Speeds and learning rates", rate_rows(result))
-    diverged = [
-        f"{model_of(row)} ({row['budget']:g} s, lr {row['lr']:g})"
-        for row in runs.values()
-        if "failure" in row and row["budget"] > sweep_budget(result)
-    ]
-    parts += [f"Diverged: {', '.join(diverged)}."] if diverged else []
-    return [*parts, NOTES_OF_KINDS]
-
-
-def model_of(row: dict) -> str:
-    return f"{row['kind']} {row['size']}".strip()
-
-
-def finished(runs: dict, kind: str | None = None) -> list[dict]:
-    """The runs that ended with a loss, but for those that measured a speed, and those that repeat
-    one with another seed.
-    """
-    return [
-        row
-        for row in runs.values()
-        if row.get("budget") != 0 and not {"failure", "seed"} & row.keys()
-        if kind in (None, row.get("kind"))
-    ]
-
-
-def best_size(runs: dict, kind: str, seconds: float) -> dict | None:
-    """The run of a kind that has the lowest validation loss after a budget."""
-    rows = [row for row in finished(runs, kind) if row["budget"] == seconds]
-    return min(rows, key=lambda row: row["validation_loss"], default=None)
-
-
-def sweep_budget(result: dict) -> float:
-    """Seconds of a sweep's runs; 0 where each model has its own rate."""
-    plan = result["plan"]
-    return plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
-
-
-def loss_rows(result: dict) -> list[dict]:
-    """The runs that follow a sweep and pretraining: by time, and the best first."""
-    ends = {"loss_by_position", "top1_of_32"}
-    rows = [row for row in finished(result["runs"]) if ends & row.keys()]
-    rows = [row for row in rows if row["budget"] > sweep_budget(result)]
-    rows.sort(key=lambda row: (row["budget"], row["validation_loss"]))
-    are_tasks = any(row["settings"].get("data.source") in TASKS for row in rows)
-    titles = OF_KINDS + (["accuracy"] if are_tasks else OF_TEXTS)
-    return [{"model": model_of(row)} | cells(row, titles) for row in rows]
-
-
-def rate_rows(result: dict) -> list[dict]:
-    """The size and speed of each model's longest run, and its losses in the sweep, of which the
-    best is bold.
-    """
-    runs = result["runs"]
-    swept = [row for row in runs.values() if 0 < row["budget"] <= sweep_budget(result)]
-    rates, rows = sorted({row["lr"] for row in swept}), []
-    for name in dict.fromkeys(map(model_of, swept or finished(runs))):
-        if own := [row for row in finished(runs) if model_of(row) == name]:
-            longest = max(own, key=lambda row: (row["budget"], -row["validation_loss"]))
-            losses = {row["lr"]: row for row in swept if model_of(row) == name}
-            shown = {f"lr {rate:g}": loss_at(rate, losses) for rate in rates}
-            about = cells(longest, ["parameters, M", "tokens/s", "useful TFLOP/s"])
-            rows.append({"model": name} | about | shown)
-    return rows
-
-
-def loss_at(rate: float, swept: dict[float, dict]) -> str:
-    if rate not in swept:
-        return ""
-    text = cells(swept[rate], ["validation loss"])["validation loss"]
-    best = min(swept, key=lambda rate: swept[rate].get("validation_loss", math.inf))
-    return f"**{text}**" if rate == best else text
-
-
-# ------------------------------------------------------------------------- pictures
+    found = {name: [row for row in own if "failure" not in row] for name, own in found.items()}
+    return {name: own for name, own in found.items() if own}
 
 
 def draw(result: dict, output: Path) -> bool:
-    """Whether the results have a picture: those of retrieval have none, nor have many runs."""
-    runs, figure = result["runs"], None
+    """Draws losses by training time. Whether there is a picture: retrieval has none, and neither
+    have more runs than there are colours.
+    """
+    runs, kinds = result["runs"], result["plan"].get("kinds")
     timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
-    if any("top1_of_32" in row for row in runs.values()):
+    shown = timed if kinds is None and len(timed) <= len(COLOURS) else kinds and finished(runs)
+    if not shown or any("top1_of_32" in row for row in runs.values()):
         return False
-    if "kinds" in result["plan"] and finished(runs):
-        figure = figure_of_kinds(result)
-    elif "kinds" not in result["plan"] and 0 < len(timed) <= len(COLOURS):
-        figure = figure_of_runs(timed)
-    if figure:
-        figure.savefig(output)
-    return bool(figure)
+    title = "Training loss; dots: validation" if kinds is None else "Lowest validation loss"
+    with curves(output, title, "training time (s)", "loss (nats per token)") as axes:
+        if kinds is None:
+            draw_runs(axes, timed)
+        else:
+            draw_kinds(axes, kinds, runs)
+    return True
 
 
-def figure_of_runs(runs: dict):
-    """Training loss against training time."""
-    figure = new_figure(figsize=(8, 4.8))
-    axes = figure.add_subplot()
+def draw_runs(axes, runs: dict) -> None:
     for number, (name, row) in enumerate(runs.items()):
         steps, losses = zip(*row["loss"], strict=True)
         times = [step * row["training_seconds"] / row["steps"] for step in steps]
         end, colour = row["validation_loss"], f"C{number}"
         axes.plot(times, losses, color=colour, linewidth=1, label=f"{end:.3f} {name}")
         axes.plot(row["training_seconds"], end, "o", color=colour)
-    axes.set(xlabel="training time (s)", title="Training loss; dots: validation")
-    axes.set_ylabel("loss (nats per token)")
-    name_curves(axes)
-    return figure
 
 
-def figure_of_kinds(result: dict):
-    """The lowest loss of each kind after each time, with a bar for the spread of seeds, and the
-    loss by position of its best size.
-    """
-    runs, seconds = result["runs"], result["plan"]["seconds"]
-    figure = new_figure(figsize=(11.5, 5))
-    by_time, by_position = figure.subplots(1, 2, width_ratios=(1.35, 1))
+def draw_kinds(axes, kinds: dict, runs: dict) -> None:
+    """The lowest loss of each kind after each time, with a bar for the spread of seeds."""
     # In the order of the plan, so that what plans have in common looks the same.
-    kinds = dict.fromkeys([*result["plan"]["kinds"], *(row["kind"] for row in finished(runs))])
+    kinds = dict.fromkeys([*kinds, *(row["kind"] for row in finished(runs))])
     for number, kind in enumerate(kind for kind in kinds if finished(runs, kind)):
-        budgets = sorted({row["budget"] for row in finished(runs, kind)})
+        budgets, colour = sorted({row["budget"] for row in finished(runs, kind)}), f"C{number}"
         best = [best_size(runs, kind, budget) for budget in budgets]
         ends = [(row["training_seconds"], row["validation_loss"]) for row in best]
-        style = {"marker": "o", "markersize": 4, "color": f"C{number}"}
-        by_time.plot(*zip(*ends, strict=True), label=kind, **style)
+        axes.plot(*zip(*ends, strict=True), label=kind, color=colour, marker="o", markersize=4)
         for rows in repeated(runs).values():
-            if rows and rows[0]["kind"] == kind:
-                losses = [row["validation_loss"] for row in rows]
-                bar = {"color": f"C{number}", "linewidth": 5, "alpha": 0.4}
-                by_time.vlines(rows[0]["training_seconds"], min(losses), max(losses), **bar)
-        if means := (best_size(runs, kind, seconds) or {}).get("loss_by_position"):
-            # Of a range of a single position the mean is mostly noise.
-            ranges = [(end, loss) for (first, _), (end, loss) in pairwise(means) if end - first > 1]
-            by_position.plot(*zip(*ranges, strict=True), **style)
-    by_time.set(xlabel="training time on one GPU (s)", title="Lowest loss by time")
-    by_position.set(xlabel="tokens before, up to", title=f"By position, after {seconds:g} s")
-    by_time.set_ylabel("validation loss (nats per token)")
-    log_axis(by_time)
-    log_axis(by_position)
-    name_curves(by_time)
-    return figure
+            if rows[0]["kind"] == kind:
+                losses, time = [row["validation_loss"] for row in rows], rows[0]["training_seconds"]
+                bar = {"color": colour, "linewidth": 5, "alpha": 0.4}
+                axes.vlines(time, min(losses), max(losses), **bar)
+    log_axis(axes)

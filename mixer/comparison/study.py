@@ -1,34 +1,51 @@
-"""The results of a plan, and the processes that add to them: one for each visible GPU."""
+"""The results of a plan, and the processes that add to them: one run at a time for each visible
+GPU, which trains by the trainer itself and measures.
+"""
 
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
+import traceback
 from collections import deque
+from contextlib import redirect_stdout, suppress
+from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from statistics import median
 
+import numpy as np
 import torch
 
-from mixer.common.errors import UserError
-from mixer.common.files import write_json
-from mixer.comparison.measure import SIGNALS, report_run
+from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
+from mixer.common.files import check_writable, write_json
+from mixer.common.hardware import hardware
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
+from mixer.data.prepare import open_data
+from mixer.data.prepared import Manifest
+from mixer.reporting.metrics_file import read_metrics
+from mixer.training.config import load_config
+from mixer.training.loop import train
+from mixer.training.objective import useful_flops
 
 LEFT = 3  # exit status of a command that must be given again to do all
+POINTS = 60  # of a curve of the results
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Study:
-    """Results in `file` as JSON, which has each run when it ends; a run that is there is not
-    repeated. Runs are saved in `folder` until then, and go on where they were cut.
+    """Results in OUTPUT.json, which has each run when it ends; a run that is there is not repeated.
+    Runs are saved in OUTPUT-runs until then, and go on where they were cut.
     """
 
-    def __init__(self, file: Path, folder: Path, plan: dict, command: str, commit: str):
-        found = json.loads(file.read_text()) if file.exists() else {"runs": {}}
+    def __init__(self, output: Path, plan: dict, command: str, commit: str):
+        self.file, self.folder = (output.with_name(output.name + end) for end in (".json", "-runs"))
+        found = json.loads(self.file.read_text()) if self.file.exists() else {"runs": {}}
         self.runs: dict[str, dict] = found["runs"]
-        self.result = found | {"command": command, "plan": plan}
-        self.file, self.folder, self.commit = file, folder, commit
+        self.result, self.commit = found | {"command": command, "plan": plan}, commit
         self.problems: list[str] = []
         self.stopped = False
         self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
@@ -36,10 +53,10 @@ class Study:
     def work(self, jobs: list[Job]) -> int:
         """Does all runs, writes the report, and returns the exit status: LEFT after a signal.
 
-        Runs of several jobs take turns, so that what is interrupted has something to compare.
-
-        Raises UserError with what went wrong, when all other runs have ended.
+        Jobs take turns, so that what is interrupted has something to compare. Raises UserError with
+        what went wrong, when all other runs have ended.
         """
+        check_writable(self.file.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             signal.signal(number, self.stop)
@@ -71,21 +88,18 @@ class Study:
 
     def next_run(self, job: Job, row: dict | None) -> Run | None:
         """The next run of a job that is not in the results, if there is one."""
-        try:
-            run = job.send(row)
-            while run.name in self.runs:
-                run = job.send(self.runs[run.name])
-            return run
-        except StopIteration:
-            return None
-        except UserError as error:  # the other jobs go on
-            self.problems.append(str(error))
-            return None
+        with suppress(StopIteration):
+            try:
+                run = job.send(row)
+                while run.name in self.runs:
+                    run = job.send(self.runs[run.name])
+                return run
+            except UserError as error:  # the other jobs go on
+                self.problems.append(str(error))
 
     def start(self, job: Job, run: Run, gpu: str) -> None:
-        # A fork has imported everything already, but CUDA does not survive one. CUDA reads which
-        # GPUs are visible when it is first asked, perhaps by an import: the process is born with
-        # one.
+        # A fork has imported everything already, but CUDA does not survive one. An import may ask
+        # CUDA which GPUs are visible: the process is born with one.
         context = multiprocessing.get_context("spawn" if gpu else "fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=report_run, args=(theirs, run, self.folder))
@@ -102,11 +116,6 @@ class Study:
             row = connection.recv()
         except EOFError:
             row = None if self.stopped else "its process was stopped; the same command goes on"
-        if isinstance(row, dict) and (other := self.run_on_another_text(row)):
-            row = (
-                f"the text has changed: {self.file} has a run {other!r} with the same options for "
-                "data, and other tokens. Give that text, or another --output"
-            )
         if isinstance(row, str):
             self.problems.append(f"{run.name}: {row}")
         if not isinstance(row, dict):
@@ -117,21 +126,83 @@ class Study:
         print(f"{run.name}: {loss}", flush=True)
         return row
 
-    def run_on_another_text(self, row: dict) -> str | None:
-        """A run of the results with the options for data of `row`, but other tokens."""
-
-        def data(row: dict) -> dict:
-            return {key: row["settings"][key] for key in row["settings"] if key[:5] == "data."}
-
-        text = row["text_sha256"]
-        for name, other in self.runs.items():
-            if other.get("text_sha256", text) != text and data(other) == data(row):
-                return name
-        return None
-
 
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them; one without a name where there is none."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return named.split(",")[:count] or [""]
+
+
+def report_run(connection: Connection, run: Run, folder: Path) -> None:
+    """Sends a run's row, or what was wrong in words, or nothing of a run that a signal stopped."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    end_with_parent()
+    name = re.sub(r"[^\w.+-]+", "-", run.name)
+    with open(folder / f"{name}.txt", "a") as log, redirect_stdout(log):
+        try:
+            connection.send(train_run(run, name, folder))
+        except UserError as error:
+            connection.send(str(error))
+        except Exception as error:
+            traceback.print_exc(file=log)
+            connection.send(f"{first_line(error)}; more in {log.name}")
+
+
+def train_run(run: Run, name: str, folder: Path) -> dict | None:
+    """What a run measures; None if a signal has stopped it, and it was saved."""
+    given = [f"name={name}", f"output_dir={folder}", "train.eval_every=0"]
+    given += ["checkpoint.save_every=0", f"checkpoint.save_last={str(run.keeps).lower()}"]
+    config = run.config(*given)
+    saved = config.directory / "config.yaml"
+    if saved.exists() and load_config(str(saved), []) != config:  # of other options
+        shutil.rmtree(config.directory)
+    data = open_data(config.data, config.model.max_position_embeddings)
+    text = [split.tokens_sha256 for split in data.manifest.splits.values()]
+    row = run.about | {"settings": run.settings, "hardware": hardware(), "text_sha256": text}
+    try:
+        model = train(config)
+    except NotFinite as error:  # a run that diverges is a result, too
+        row["failure"] = str(error)
+    else:
+        for number in SIGNALS:  # what is left takes seconds
+            signal.signal(number, signal.SIG_IGN)
+        lines = read_metrics(config.directory)
+        if lines[-1]["step"] < config.train.steps:
+            return None
+        row |= measured(lines, data.manifest, is_speed=run.about.get("budget") == 0)
+        row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
+    if run.keeps:
+        row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
+    else:
+        shutil.rmtree(config.directory)
+    return row
+
+
+def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
+    """What the metrics of a run say."""
+    windows = [line for line in lines if "loss" in line]
+    last, validation = windows[-1], [line for line in lines if "validation_loss" in line][-1]
+    # Each start adds something to the first window. A run that measures the speed has few others,
+    # and starts of other processes may slow all of them but one.
+    each = [now["seconds"] / (now["step"] - was["step"]) for was, now in pairwise(windows)]
+    seconds = (min if is_speed else median)(each or [last["seconds"] / last["step"]])
+    tokens_a_step, text = last["tokens"] // last["step"], data.splits["train"]
+    chosen = np.linspace(0, len(windows) - 1, min(POINTS, len(windows))).round().astype(int)
+    return {
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "tokens_a_step": tokens_a_step,
+        "tokens_per_second": tokens_a_step / seconds,
+        "training_seconds": last["step"] * seconds,
+        "training_tokens": text.tokens,
+        "passes": last["tokens"] / text.tokens,
+        "peak_memory_gb": last["peak_memory_gb"],
+        "validation_loss": validation["validation_loss"],
+        "accuracy": validation.get("validation_accuracy"),
+        "bits_per_byte": validation.get("validation_bits_per_byte"),
+        "loss": [[windows[number]["step"], windows[number]["loss"]] for number in chosen],
+        **{name: validation[name] for name in validation if name.startswith("top1_of_")},
+    }

@@ -2,106 +2,36 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.format import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
 from mixer.common.files import check_writable, directory_for
-from mixer.common.hardware import memory_for
-from mixer.common.options import option, option_problems
-from mixer.data.config import TASKS, DataConfig
+from mixer.common.hardware import memory_for, peak_memory_gb
+from mixer.common.options import option_problems
+from mixer.data.config import DataConfig
 from mixer.data.prepared import PairFile
 from mixer.distributed.world import leave_with_error
-from mixer.evaluation import measure, texts
-from mixer.evaluation.measure import Process
+from mixer.evaluation import scoring, texts
 from mixer.evaluation.report import evaluation_report, write_evaluation
-from mixer.evaluation.scoring import (
-    AUTOCAST_TYPES,
-    TokenScores,
-    check_causality,
-    sample_batches,
-    window_batches,
-)
-from mixer.evaluation.texts import Text
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig
-from mixer.ops import BACKENDS
+from mixer.evaluation.scoring import Place, TokenScores
+from mixer.evaluation.texts import EvalOptions, Text
 
-FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
-LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
-
-
-@dataclass
-class EvalOptions:
-    """What to evaluate, and how; the fields are the options of eval.py."""
-
-    checkpoint: str = option(
-        MISSING, "a checkpoint, e.g. runs/demo/step-600, or the directory of any causal LM"
-    )
-    # At most one of these four.
-    text: Sequence[str] = option(
-        (), "files, folders or globs: each text file is a document, each row of .jsonl or .parquet"
-    )
-    data: str = option("", "prepared data directory; default: the one of the run")
-    pairs: str = option("", "prepared data directory: how often texts find their partners there")
-    hub: str = option("", "dataset of the hub, each row a document")
-    subset: str = option("", "hub: the dataset's configuration")
-    split: str = option("test", "hub: the split to read")
-    text_field: str = option("text", "field of a row that holds its text")
-    window: int | None = option(
-        None,
-        "longest window in tokens; default: the context, which mixing weights by lag can exceed",
-        at_least=1,
-    )
-    stride: int | None = option(
-        None, "tokens between windows, 1..window; default: the window (disjoint)", at_least=1
-    )
-    batch_size: int = option(16, "windows per forward", at_least=1)
-    max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
-    first_token: str = option(
-        "skip",
-        "first token of a stream: skip, or eos: score it after an EOS, and blank rows too",
-        choices=FIRST_TOKEN,
-    )
-    last_window: str = option(
-        "short",
-        "last window of a stream: short, or full: let it begin earlier, as long as the others",
-        choices=LAST_WINDOW,
-    )
-    device: str = option("auto", "auto, cpu or cuda", choices=measure.DEVICES)
-    dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
-    backend: str = option(
-        "", "auto, cuda or dense; default: what the checkpoint says", choices=("", *BACKENDS)
-    )
-
-    @property
-    def names_text(self) -> bool:
-        return bool(self.text or self.data or self.hub or self.pairs)
-
-    @property
-    def task(self) -> DataConfig | None:
-        """The task that the checkpoint was trained on, unless the options name a text."""
-        data = read_trainer(Path(self.checkpoint)).get("settings", {}).get("data", {})
-        is_task = data.get("source") in TASKS and not self.names_text
-        return DataConfig(**data) if is_task else None
-
-    @property
-    def data_directory(self) -> str | None:
-        return self.data or read_trainer(Path(self.checkpoint)).get("data_directory")
+UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """Evaluates each checkpoint, prints the table and writes the report into `output`.
 
-    By default the report goes beside the first checkpoint, into a directory that names the text and
-    stands for these options alone. Under `accelerate launch`, called by every process, the first
-    one prints and writes. Raises UserError as `evaluate_checkpoint` does; what can be known before
-    is raised before the first model is loaded.
+    By default the report goes into a directory beside the first checkpoint, whose name stands for
+    these options alone. Every process of an `accelerate launch` calls this; the first one prints
+    and writes. Raises UserError as `evaluate_checkpoint` does, if possible before loading a model.
     """
     for options in evaluations:
         check_options(options)
@@ -111,186 +41,141 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     try:
         results = [evaluate_checkpoint(options) for options in evaluations]
     except BaseException as error:
-        if measure.is_joined():
+        if dist.is_initialized():
             leave_with_error(error)  # so that no other process waits for this one
         raise
     if rank() == 0:
         write_evaluation(results, directory)
-        print(evaluation_report(results))
-        print(f"\nthe report is in {directory}")
-    if measure.is_joined():
-        torch.distributed.destroy_process_group()
+        print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def default_directory(evaluations: list[EvalOptions]) -> Path:
     """Beside the first checkpoint, with a name of its own for all options that change numbers."""
-    first = evaluations[0]
-    asked = [
-        (item.name, value)
-        for item in fields(first)
-        if item.name not in ("checkpoint", "batch_size", "device")
-        and (value := getattr(first, item.name)) != item.default
-    ]
-    asked += [options.checkpoint for options in evaluations[1:]]
+    first, others = evaluations[0], [options.checkpoint for options in evaluations[1:]]
+    changed = {name: value for name, value in vars(first).items() if name not in UNCHANGING}
+    asked = [item for item in changed.items() if item[1] != getattr(EvalOptions, item[0])]
     paths = filter(None, [*first.text, first.data, first.pairs])
     about = " ".join(Path(path).resolve().name for path in paths) or first.hub
-    what = "retrieval" if first.pairs else "eval"
-    return directory_for(Path(first.checkpoint), what, about, repr(asked) if asked else "")
-
-
-# ------------------------------------------------------------------------- what is scored
+    what, own = "retrieval" if first.pairs else "eval", [*asked, *others]
+    return directory_for(Path(first.checkpoint), what, about, repr(own) if own else "")
 
 
 def check_options(options: EvalOptions) -> None:
-    """Raises UserError for whatever can be found wrong before a model is loaded, so that no hour is
-    spent on other checkpoints first.
-    """
+    """Raises UserError for whatever can be found wrong before a model is loaded."""
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    give = "--data DIR, --text FILE... or --hub NAME"
-    if options.task:
+    if options.text or options.hub or options.pairs:
+        return
+    source, give = options.source, "--data DIR, --text FILE... or --hub NAME"
+    if isinstance(source, DataConfig):
         if options.first_token != "skip" or options.max_tokens:
             raise UserError(
                 f"{directory} was trained on a task, of which all answers are scored: leave out "
                 f"--first-token and --max-tokens, or give {give}"
             )
-    elif not options.names_text:
-        data = options.data_directory
-        if not data or not Path(data).is_dir():  # a relative one is of where training was started
-            raise UserError(
-                f"{directory} was trained on {data or 'data that it does not name'}, which is not "
-                f"in {Path.cwd()}: give {give}"
-            )
+    elif not source or not Path(source).is_dir():
+        raise UserError(
+            f"{directory} was trained on {source or 'data that it does not name'}, which is not "
+            f"in {Path.cwd()}: give {give}"
+        )
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
     """(window, stride) in tokens."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    window = options.window or context
-    if window is None or (context and not measure.reads(model, window)):
+    window = options.window or context or 0
+    stride = options.stride or window
+    if not 0 < stride <= window or (context and not scoring.reads(model, window)):
         raise UserError(
             f"the context of {options.checkpoint} is {context or 'not known'}, the window "
-            f"{options.window}: give --window 1..{context or 'N'}"
+            f"{window}, the stride {stride}: give --window 1..{context or 'N'}, and --stride "
+            "1..window"
         )
-    stride = options.stride or window
-    if stride > window:
-        raise UserError(f"stride {stride} is outside 1..{window} (the window): choose one inside")
     return window, stride
 
 
-def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The text that the options name, cut to max_tokens, or the checkpoint's task; see
-    mixer.evaluation.texts.
-    """
-    if options.task:
-        return texts.task_text(options.task, window)
-    if options.text or options.hub:
-        field, blank = options.text_field, options.first_token == "eos"
-        if options.text:
-            names = [Path(path).name for path in options.text]
-            names = names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"]
-            name, paths = ", ".join(names), options.text
-            sources = [DataConfig(source="text", path=path, text_field=field) for path in paths]
-        else:
-            where = {"path": options.hub, "subset": options.subset, "split": options.split}
-            name = " ".join(filter(None, where.values()))
-            sources = [DataConfig(source="hub", **where, text_field=field)]
-        text = texts.text_of(name, sources, tokenizer, blank, options.max_tokens)
-    else:
-        text = texts.validation_text(Path(options.data_directory), window, tokenizer)
-    if options.first_token == "eos":
-        texts.put_eos_first(text, tokenizer)
-    if all(len(tokens) < 2 for tokens in text.streams):
-        raise UserError(
-            f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
-        )
-    return texts.limit(text, options.max_tokens, tokenizer)
-
-
-# ------------------------------------------------------------------------- scoring it
-
-
 def evaluate_checkpoint(options: EvalOptions) -> dict:
-    """Load a checkpoint, score its text and return the numbers with their conventions.
-
-    Under `accelerate launch` the processes share the windows out, and each returns the numbers of
-    the whole. Raises UserError for an incomplete or damaged checkpoint, one that is no causal
-    language model or has another model's tokenizer, a missing, empty, too short or non-UTF-8 text,
-    missing data, a window or stride that does not fit, an unknown setting, a dtype that the device
-    lacks, and too little memory.
+    """Loads a checkpoint, scores its text and returns the numbers with their conventions, of all
+    processes together. Raises UserError for a checkpoint, text, data, window or dtype that cannot
+    be used, a model that is not causal, a loss that is not finite, and too little memory.
     """
     check_options(options)
-    process = measure.join_processes(measure.choose_device(options.device, options.dtype))
+    place = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
-    with memory_for(process.device, f"evaluating {options.checkpoint}", sizes, lower):
-        return _evaluate(options, process)
+    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, lower):
+        return _evaluate(options, place)
 
 
-def _evaluate(options: EvalOptions, process: Process) -> dict:
-    directory = Path(options.checkpoint)
-    model, tokenizer = load_checkpoint(directory, process.device, options.backend)
+def _evaluate(options: EvalOptions, place: Place) -> dict:
+    directory, (device, _, processes) = Path(options.checkpoint), place
+    model, tokenizer = load_checkpoint(directory, device, options.backend)
     found = describe_model(directory, model, tokenizer)  # before a window extends its context
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
-    dtype, batch_size = AUTOCAST_TYPES[options.dtype], options.batch_size
-    is_mixer = isinstance(model.config, MaskedMixerConfig)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found |= {
         "window": window,
-        "backend": model.config.mixing_backend if is_mixer else "none (not a masked mixer)",
+        "stride": stride,
+        "first_token": texts.FIRST_TOKEN[options.first_token],
+        "last_window": texts.LAST_WINDOW[options.last_window],
+        "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
-        "device": str(process),
+        "device": f"{processes} x {name}" if processes > 1 else name,
     }
+    dtype, size = scoring.AUTOCAST_TYPES[options.dtype], options.batch_size
     if options.pairs:
         texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(options.pairs, "validation", window)
-        shares = measure.find_partners(model, pairs, batch_size, dtype, process)
-        return found | {"data": options.pairs} | shares
-    text = choose_text(options, window, tokenizer)
+        shares = scoring.find_partners(model, pairs, size, dtype, place)
+        return found | {"data": options.pairs, "tokens": window} | shares
+    text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
-    check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
-    if text.task:
-        batches = sample_batches(text.task, 0, batch_size)
-    else:
-        batches = window_batches(text.streams, window, stride, batch_size, options.last_window)
-    scores, cost = measure.measure(model, batches, window, dtype, process)
+    scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
+    batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
+    if task := text.task:
+        ends = range(size, len(task) + size, size)
+        batches = (task.batch(range(end - size, min(end, len(task)))) for end in ends)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    scores = scoring.evaluate_batches(model, batches, window, dtype, place)
+    found["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
+    found["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):
         raise UserError(
             f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
             "if it stays, the checkpoint diverged"
         )
-    found |= {
-        "stride": stride,
-        "first_token": FIRST_TOKEN[options.first_token],
-        "last_window": LAST_WINDOW[options.last_window],
-    }
-    return found | numbers(scores, text) | cost
+    return found | numbers(scores, text, found["context"] or window)
 
 
 def describe_model(
     directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
-    serialised = tokenizer.backend_tokenizer.to_str()
+    serialised, text = tokenizer.backend_tokenizer.to_str(), model.config.get_text_config()
     return {
         "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
         "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": model.config.get_text_config().vocab_size,
-        "context": getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        "vocabulary": text.vocab_size,
+        "context": getattr(text, "max_position_embeddings", None),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
     }
 
 
-def numbers(scores: TokenScores, text: Text) -> dict:
-    """What a report has of the text and its scores: perplexity per token, and but for a task also
-    per word and byte, and bits per byte (nats / ln 2 / bytes).
+def numbers(scores: TokenScores, text: Text, context: int) -> dict:
+    """What a report has of the text and its scores, also per word and byte but for a task. Where
+    windows are longer than the trained `context`, it has the loss up to it and past it.
     """
     found = {
         "text": text.name,
@@ -298,24 +183,21 @@ def numbers(scores: TokenScores, text: Text) -> dict:
         "words": text.words,
         "tokenizer_loses": text.loses,
         "streams": len(text.streams),
-        "windows": scores.windows,
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
-        "accuracy": scores.accuracy,
+        "accuracy": float(scores.right_by_position.sum()) / scores.tokens,
         "loss": scores.loss,
-        "token_perplexity": exp_or_none(scores.loss),
     }
+    sizes = {"token": scores.tokens}
     if not text.task:
-        found |= {
-            "word_perplexity": exp_or_none(scores.nats / max(text.words, 1)),
-            "byte_perplexity": exp_or_none(scores.nats / text.bytes),
-            "bits_per_byte": scores.nats / math.log(2) / text.bytes,
-        }
-    return found | scores.by_kind | scores.by_position
-
-
-def exp_or_none(value: float) -> float | None:
-    """exp(value), or None where it is too large for fp64, as the word perplexity of an untrained
-    model can be.
-    """
-    return math.exp(value) if value < 709 else None
+        sizes |= {"word": max(text.words, 1), "byte": text.bytes}
+        found["bits_per_byte"] = scores.nats / math.log(2) / text.bytes
+    for unit, size in sizes.items():  # of words, that of an untrained model can exceed fp64
+        nats = scores.nats / size
+        found[f"{unit}_perplexity"] = math.exp(nats) if nats < 709 else None
+    if context < len(scores.nats_by_position):
+        parts = {"loss_to_context": slice(context), "loss_past_context": slice(context, None)}
+        for name, part in parts.items():
+            if count := scores.count_by_position[part].sum():
+                found[name] = scores.nats_by_position[part].sum() / count
+    return found | scores.by_position

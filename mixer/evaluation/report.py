@@ -1,14 +1,10 @@
-"""The report of an evaluation: a table, the conventions of each row, and a picture, from the
-numbers of mixer.evaluation.evaluate.
-"""
+"""The report of an evaluation: a table, the conventions of each row, and a picture."""
 
 import json
-import math
 from pathlib import Path
 
 from mixer.common.files import whole_directory
-from mixer.reporting.curves import plot_loss_by_position
-from mixer.reporting.figure import can_draw
+from mixer.reporting.figure import can_draw, plot_loss_by_position
 from mixer.reporting.tables import bullets, table
 
 COLUMNS = {
@@ -22,62 +18,37 @@ COLUMNS = {
     "accuracy": "accuracy",
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
+    "loss to the context": "loss_to_context",
+    "loss past it": "loss_past_context",
+    "pairs": "pairs",
+    "tokens": "tokens",
+    "top1 of 32": "top1_of_32",
+    "top1 of 1024": "top1_of_1024",
+    "top1 of 8192": "top1_of_8192",
 }
 
 
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
-    columns, is_pairs = COLUMNS, "pairs" in results[0]
-    if is_pairs:
-        columns = {"checkpoint": "label", "pairs": "pairs", "tokens": "window"}
-        columns |= {name.replace("_", " "): name for name in results[0] if name[:5] == "top1_"}
-    # Not all results have all columns: tasks have no bytes.
-    shared = [title for title, key in columns.items() if all(key in r for r in results)]
-    rows = [{title: result[columns[title]] for title in shared} for result in results]
-    if is_pairs:
-        return table(rows)
-    if longer_contexts(results):
-        rows = [row | by_context(r) for row, r in zip(rows, results, strict=True)]
-    notes = evaluation_notes(results)
+    known = {title: key for title, key in COLUMNS.items() if any(key in r for r in results)}
+    rows = table([{title: r.get(key, "-") for title, key in known.items()} for r in results])
+    if "pairs" in results[0]:
+        return rows
+    notes, found = [], [conventions(result) for result in results]
+    for name in found[0]:  # what holds for all results is said once
+        if len({own[name] for own in found}) == 1:
+            notes.append(f"{name}: {found[0][name]}")
+        else:
+            named = zip(results, found, strict=True)
+            notes += [f"{name}, {result['label']}: {own[name]}" for result, own in named]
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
         notes.append(note + "not those per token.")
-    return f"{table(rows)}\n\n{bullets(notes)}"
-
-
-def longer_contexts(results: list[dict]) -> set[int]:
-    """The contexts that models were trained with, where the windows are longer."""
-    return {r["context"] for r in results if (r["context"] or math.inf) < r["window"]}
-
-
-def by_context(r: dict) -> dict[str, float | str]:
-    """The loss up to the context that a model was trained with, and past it."""
-    context = r["context"] or r["window"]
-    scored = list(zip(r["loss_by_position"], r["count_by_position"], strict=True))
-    parts, found = {"to the context": scored[:context], "past it": scored[context:]}, {}
-    for title, part in parts.items():
-        count = sum(count for _, count in part)
-        nats = sum(loss * count for loss, count in part if count)
-        found[f"loss {title}"] = nats / count if count else "-"
-    return found
-
-
-def evaluation_notes(results: list[dict]) -> list[str]:
-    """What a reader must know to compare the numbers: what holds for all results, then what each
-    has of its own.
-    """
-    found = [conventions(result) for result in results]
-    shared = [name for name in found[0] if len({of[name] for of in found}) == 1]
-    notes = [f"{name}: {found[0][name]}" for name in shared]
-    for result, of in zip(results, found, strict=True):
-        notes += [f"{result['label']}, {name}: {of[name]}" for name in of if name not in shared]
-    return notes
+    return f"{rows}\n\n{bullets(notes)}"
 
 
 def conventions(r: dict) -> dict[str, str]:
-    repeats, others = (
-        "none" if r[key] is None else f"{r[key]:.4f}" for key in ("repeats_loss", "others_loss")
-    )
+    """What a reader must know of a result to compare its numbers."""
     sizes = f"{r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space)"
     has_bytes = [sizes] if "bits_per_byte" in r else []
     return {
@@ -85,27 +56,25 @@ def conventions(r: dict) -> dict[str, str]:
         "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
         f"{r['vocabulary']:,}",
         "streams": f"{r['streams']:,}, first token of each {r['first_token']}",
-        "windows": f"{r['windows']:,} of at most {r['window']:,} tokens, stride {r['stride']:,}, "
+        "windows": f"at most {r['window']:,} tokens, stride {r['stride']:,}, "
         f"the last of a stream {r['last_window']}",
         "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}",
-        "repeats": f"{r['repeats_share']:.1%} of the scored tokens complete three tokens that "
-        f"occurred in the window already; their loss is {repeats}, that of all others {others}",
     }
 
 
 def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
-    curves = []
+    curves, contexts = [], set()
     for r in results if can_draw() and "pairs" not in results[0] else ():
         # With a stride below the window, only a stream's first window scores the early positions.
         losses, counts = r["loss_by_position"], r["count_by_position"]
         known = zip(losses, counts, strict=True)
         curves.append((r["label"], [x if 10 * n >= max(counts) else None for x, n in known]))
+        contexts |= {r["context"]} if "loss_to_context" in r else set()
     picture = "\n![Loss by position](loss_by_position.png)\n" if curves else ""
     text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:
         (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         (stage / "report.md").write_text(text, encoding="utf-8")
         if curves:
-            picture = stage / "loss_by_position.png"
-            plot_loss_by_position(curves, picture, longer_contexts(results))
+            plot_loss_by_position(curves, stage / "loss_by_position.png", contexts)

@@ -1,54 +1,50 @@
-"""Scores of token streams, window by window.
+"""Scores of token streams, window by window, and of pairs of texts, by all processes of a launch.
 
-A window is at most `context` tokens long; windows are `stride` tokens apart. Of each window only
-the targets that no earlier window scored are counted, so every token but the first of a stream is
-scored exactly once. With stride = context (the default) windows are disjoint; a smaller stride
-gives every target after the first window at least `context - stride + 1` tokens to look back on, at
-the price of context / stride times the work. A stream's last window may be shorter than the others
-("short"), or begin earlier so that it is as long ("full", the convention of lm-evaluation-harness);
-it counts the same targets either way.
+A window is at most `context` tokens long, windows begin `stride` tokens apart, and each counts the
+targets that no earlier one has scored: every token but the first of a stream, once. A stride below
+the context gives all targets after the first window at least `context - stride + 1` tokens to look
+back on. A stream's last window is shorter than the others ("short"), or begins earlier to be as
+long ("full", as in lm-evaluation-harness).
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from accelerate import PartialState
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError
-from mixer.data.batches import Samples
+from mixer.common.errors import UserError, is_launched
+from mixer.common.hardware import lacks_bf16
+from mixer.data.batches import Batch
+from mixer.data.prepared import PairFile
+from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
+DEVICES = ("auto", "cpu", "cuda")
 # The names of --dtype; None is fp32, without autocast.
 AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 # As a share of the largest logit. A causal model's logits do not move at all, except with libraries
 # whose matmuls choose the order of a sum by the data.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+Place = tuple[torch.device, int, int]  # this process's device, its number, and how many there are
+ALONE = (torch.device("cpu"), 0, 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenScores:
-    """Sums over the scored tokens, in fp64.
-
-    Position p of a window is that of the target which is predicted from p + 1 tokens. `right` are
-    the targets that are the likeliest token, `repeats` those that a copy from the window would
-    predict, see `find_repeats`.
+    """Sums over the scored tokens. Position p of a window is that of the target which is predicted
+    from p + 1 tokens.
     """
 
     nats_by_position: np.ndarray  # (context,) float64
     count_by_position: np.ndarray  # (context,) int64
-    right_by_position: np.ndarray  # (context,) int64
-    windows: int = 0
-    repeats: int = 0
-    repeats_nats: float = 0.0
-
-    @classmethod
-    def total(cls, parts: Sequence["TokenScores"]) -> "TokenScores":
-        """The sum of scores of parts of a text."""
-        return cls(*(sum(getattr(part, name.name) for part in parts) for name in fields(cls)))
+    right_by_position: np.ndarray  # (context,) int64: targets that are the likeliest token
 
     @property
     def nats(self) -> float:
@@ -64,117 +60,77 @@ class TokenScores:
         return self.nats / self.tokens
 
     @property
-    def accuracy(self) -> float:
-        """The share of the scored tokens that are the likeliest."""
-        return float(self.right_by_position.sum()) / self.tokens
-
-    @property
-    def by_kind(self) -> dict[str, float | None]:
-        """The loss of repeats, and of all others; None where there are none."""
-        others, nats = self.tokens - self.repeats, self.nats - self.repeats_nats
-        return {
-            "repeats_share": self.repeats / self.tokens,
-            "repeats_loss": self.repeats_nats / self.repeats if self.repeats else None,
-            "others_loss": nats / others if others else None,
-        }
-
-    @property
     def by_position(self) -> dict[str, list]:
         """The loss, accuracy and number of targets by position; None where no target was scored."""
-        counts = self.count_by_position.tolist()
-
-        def means(sums: np.ndarray) -> list[float | None]:
-            return [n / c if c else None for n, c in zip(sums.tolist(), counts, strict=True)]
-
-        return {
-            "loss_by_position": means(self.nats_by_position),
-            "accuracy_by_position": means(self.right_by_position),
-            "count_by_position": counts,
-        }
+        counts, found = self.count_by_position.tolist(), {}
+        for name, sums in (("loss", self.nats_by_position), ("accuracy", self.right_by_position)):
+            each = zip(sums.tolist(), counts, strict=True)
+            found[f"{name}_by_position"] = [n / count if count else None for n, count in each]
+        return found | {"count_by_position": counts}
 
 
-def plan_windows(
-    length: int, context: int, stride: int, last_window: str = "short"
-) -> Iterator[tuple[int, int, int]]:
-    """Windows over a stream of `length` tokens, as (begin, end, first counted position).
+def choose_device(name: str, dtype: str) -> torch.device:
+    """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, and PyTorch sees no GPU: use cpu, or ask mixer.doctor")
+    device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if dtype == "bf16" and (name := lacks_bf16(device)):
+        raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
+    return device
 
-    A window reads tokens[begin:end] and predicts tokens[begin + 1 : end + 1]; the targets from
-    `first counted position` on are those no earlier window scored.
-    """
-    begin, scored, targets = 0, 0, length - 1
-    while scored < targets:
-        end = min(begin + context, targets)
-        start = max(0, end - context) if last_window == "full" else begin
-        yield start, end, scored - start
-        scored = end
-        begin += stride
+
+def join_processes(device: torch.device) -> Place:
+    """This process's place in its launch (`accelerate launch`, torchrun), if there is one."""
+    if not is_launched() or os.environ["WORLD_SIZE"] == "1":
+        return device, 0, 1
+    state = PartialState(cpu=device.type == "cpu")
+    return state.device, state.process_index, state.num_processes
+
+
+def reads(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a model reads so many tokens; one with mixing weights by lag is extended to."""
+    context = model.config.get_text_config().max_position_embeddings
+    by_lag = getattr(model.config, "mixing_weight", None) == "lags"
+    if tokens > context and by_lag:
+        model.extend_context(tokens)
+    return by_lag or tokens <= getattr(model.config, "longest_text", context)
 
 
 def window_batches(
-    streams: Sequence[np.ndarray],
+    streams: Iterable[np.ndarray],
     context: int,
     stride: int,
     batch_size: int,
     last_window: str = "short",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of windows: inputs and targets, (batch, longest window) int64, targets -100 where not
-    counted.
-
-    Short windows are padded on the right: the model is causal, so padding there changes no earlier
-    logit.
+) -> Iterator[Batch]:
+    """Batches of windows: inputs and targets, (batch, longest window) int64, with targets of -100
+    where they do not count. Padding is on the right: it changes no logit of a causal model.
     """
-    windows = (
-        (tokens[begin : end + 1], first)
-        for tokens in streams
-        for begin, end, first in plan_windows(len(tokens), context, stride, last_window)
-    )
-    while batch := list(itertools.islice(windows, batch_size)):
-        yield collate(batch)
+
+    def windows() -> Iterator[tuple[Tensor, int]]:
+        """The tokens of a window with its last target, and the first position that counts."""
+        for tokens in streams:
+            scored, targets = 0, len(tokens) - 1
+            for begin in range(0, targets, stride):
+                end = min(begin + context, targets)
+                start = max(0, end - context) if last_window == "full" else begin
+                if scored < end:
+                    yield torch.from_numpy(tokens[start : end + 1].astype(np.int64)), scored - start
+                    scored = end
+
+    left = windows()
+    while batch := list(itertools.islice(left, batch_size)):
+        inputs = pad_sequence([tokens[:-1] for tokens, _ in batch], batch_first=True)
+        following = [tokens[1:] for tokens, _ in batch]
+        targets = pad_sequence(following, batch_first=True, padding_value=-100)
+        first = torch.tensor([first for _, first in batch])[:, None]
+        yield inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
 
-def collate(batch: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of n + 1 tokens, each with its first counted position -> inputs and targets (batch,
-    longest n).
-    """
-    windows = [torch.from_numpy(tokens.astype(np.int64)) for tokens, _ in batch]
-    inputs = pad_sequence([tokens[:-1] for tokens in windows], batch_first=True)
-    targets = pad_sequence([x[1:] for x in windows], batch_first=True, padding_value=-100)
-    first = torch.tensor([first for _, first in batch])[:, None]
-    return inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
+def logits_of(model: nn.Module, inputs: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """(batch, tokens) -> (batch, tokens, vocab), under autocast to `dtype` if there is one.
 
-
-def sample_batches(
-    data: Samples, samples: int, batch_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of `samples` samples spread evenly over a split, 0 for all, as `window_batches`."""
-    samples = min(len(data), samples or len(data))
-    for start in range(0, samples, batch_size):
-        batch = np.arange(start, min(start + batch_size, samples))
-        yield data.batch(batch * len(data) // samples)
-
-
-def find_repeats(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Which targets the window itself would tell: the two tokens before them stood somewhere
-    earlier in the window, followed by the same token (an induction head's copy, arXiv 2209.11895).
-
-    Args:
-        inputs, targets: (batch, tokens) int64, below 2^21 - 1; targets -100 where not counted.
-
-    Returns: (batch, tokens) bool, False where the target is not counted.
-    """
-    following = torch.where(targets == -100, F.pad(inputs[:, 1:], (0, 1)), targets)
-    # Three tokens as one number. The first target of a window has only one token before it; in
-    # place of the other stands a number that is no token.
-    before = F.pad(inputs[:, :-1], (1, 0), value=(1 << 21) - 1)
-    triples = (before << 42) + (inputs << 21) + following
-    ordered, places = triples.sort(dim=1, stable=True)
-    again = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
-    return torch.zeros_like(again).scatter(1, places, again) & (targets != -100)
-
-
-def logits_of(model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """(batch, tokens) -> (batch, tokens, vocab), computed under autocast to `dtype` if there is
-    one; fp32 or fp64, as the softmax over the vocabulary is never taken in half precision.
+    The result is fp32 or fp64: the softmax over the vocabulary is never taken in half precision.
     """
     with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
         logits = model(input_ids=inputs).logits
@@ -184,48 +140,41 @@ def logits_of(model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None)
 @torch.no_grad()
 def evaluate_batches(
     model: nn.Module,
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    batches: Iterable[Batch],
     context: int,
-    device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    share: tuple[int, int] = (0, 1),
+    place: Place = ALONE,
 ) -> TokenScores:
-    """Score the targets of batches, each of inputs and targets (batch, tokens <= context) int64;
-    targets of -100 are not scored.
+    """Scores the targets of batches (batch, tokens <= context), except those that are -100.
 
-    model: maps input_ids to `.logits` (batch, tokens, vocab), on `device`. dtype: autocast's, or
-    None. Sums are fp64.
-
-    share: (index, count): score every count-th batch from the index-th on, so that the scores of
-    all indices add up to the whole; see `TokenScores.total`.
+    model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `place`. dtype: of
+    autocast, or None. The processes share the batches, and each returns the scores of all.
     """
-    scores = TokenScores(np.zeros(context), *np.zeros((2, context), dtype=np.int64))
+    device, index, processes = place
+    sums = torch.zeros(3, context, dtype=torch.float64, device=device)  # nats, count, right
     model.eval()
-    for inputs, targets in itertools.islice(batches, share[0], None, share[1]):
+    for inputs, targets in itertools.islice(batches, index, None, processes):
         inputs, targets = inputs.to(device), targets.to(device)
-        logits = logits_of(model, inputs, dtype)
-        # -log p of each target in nats, (batch, tokens); zero where it is not counted
-        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        each, right = each.view_as(targets).double(), logits.argmax(-1) == targets
-        nats, repeats = each.sum(0).cpu().numpy(), find_repeats(inputs, targets)
-        scores.repeats += int(repeats.sum())
-        scores.repeats_nats += float(each[repeats].sum())
-        scores.nats_by_position[: len(nats)] += nats
-        scores.count_by_position[: len(nats)] += (targets != -100).sum(0).cpu().numpy()
-        scores.right_by_position[: len(nats)] += right.sum(0).cpu().numpy()
-        scores.windows += len(inputs)
-    return scores
+        logits, tokens = logits_of(model, inputs, dtype), targets.shape[1]
+        # -log p of each target in nats; zero where it is not counted
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        sums[0, :tokens] += nats.view_as(targets).double().sum(0)
+        sums[1, :tokens] += (targets != -100).sum(0)
+        sums[2, :tokens] += (logits.argmax(-1) == targets).sum(0)
+    if processes > 1:
+        torch.distributed.all_reduce(sums)
+    nats, counts, right = sums.cpu().numpy()
+    return TokenScores(nats, counts.astype(np.int64), right.astype(np.int64))
 
 
 @torch.no_grad()
 def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
-    """Raises UserError where logits move before the first of several changed tokens: such a model
-    sees what it should predict, and its perplexity means nothing.
+    """Raises UserError where logits move before the first of several changed tokens.
 
     tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in AUTOCAST_TYPES.
     """
     inputs = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
-    # Odd where it can be, so that blocks of two tokens that see each other are found.
+    # Odd where possible, to find blocks of two tokens that see each other.
     first, changed = len(tokens) // 4 * 2 + 1, inputs.clone()
     changed[:, first:] = (changed[:, first:] + 1) % model.config.get_text_config().vocab_size
     before, after = (
@@ -234,7 +183,28 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     moved = (after - before).abs().max().item()
     if moved > TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(
-            f"the model is not causal: with the tokens from {first} on changed, logits before "
-            f"moved by {moved:.3g}; allowed: not at all. It sees what it should predict, so its "
-            "perplexity means nothing: give a causal model"
+            f"the model is not causal: with the tokens from {first} on changed, logits before them "
+            f"moved by {moved:.3g}. It sees what it should predict: give a causal model"
         )
+
+
+def find_partners(
+    model: PreTrainedModel,
+    pairs: PairFile,
+    batch_size: int,
+    dtype: torch.dtype | None,
+    place: Place,
+) -> dict:
+    """The number of pairs and their `top1`. The processes share the pairs."""
+
+    def embed(*sides: Tensor) -> Tensor:
+        with torch.autocast(place[0].type, dtype=dtype, enabled=dtype is not None):
+            return torch.stack([text_vectors(model, texts) for texts in sides])
+
+    count = min(len(pairs), MOST_PAIRS)
+    vectors = pair_vectors(embed, pairs, count, batch_size, place)
+    if place[2] > 1:
+        torch.distributed.all_reduce(vectors)
+    if not vectors.isfinite().all():
+        raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
+    return {"pairs": count} | top1(*vectors)

@@ -1,27 +1,70 @@
-"""What is scored: token streams made from files, rows, hub datasets or prepared data, and the size
-of their text.
+"""What is evaluated: the options of eval.py, the token streams that they name, and the size of
+their text.
 
-Each document is a stream of its own: no separator between documents, none at their ends, tokenised
-exactly as the preparation of training data does it. Packed prepared data is one stream with an EOS
-after each document.
+Each document is a stream of its own, tokenised exactly as the preparation of training data does it,
+with nothing added. Packed prepared data is one stream with an EOS after each document.
 """
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from mixer.checkpoints.format import read_trainer
 from mixer.common.errors import UserError
-from mixer.data.config import DataConfig
+from mixer.common.options import option
+from mixer.data.config import TASKS, DataConfig
 from mixer.data.prepared import TokenFile
 from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
+from mixer.evaluation.scoring import AUTOCAST_TYPES, DEVICES
+from mixer.ops import BACKENDS
 
-SAMPLE = 100  # documents by which it is told whether the tokenizer loses text
+SAMPLE = 100  # documents that tell whether the tokenizer loses text
+FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
+LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
+
+
+@dataclass
+class EvalOptions:
+    """What to evaluate, and how; the fields are the options of eval.py."""
+
+    checkpoint: str = option(MISSING, "a checkpoint, or the directory of any causal LM")
+    # At most one of these four.
+    text: Sequence[str] = option((), "files, folders or globs; .jsonl and .parquet have rows")
+    data: str = option("", "prepared data directory; default: the one of the run")
+    pairs: str = option("", "prepared data directory: how often texts find their partners there")
+    hub: str = option("", "dataset of the hub, each row a document")
+    subset: str = option("", "hub: the dataset's configuration")
+    split: str = option("test", "hub: the split to read")
+    text_field: str = option("text", "field of a row that holds its text")
+    window: int | None = option(
+        None, "longest window; default: the context, which weights by lag can exceed", at_least=1
+    )
+    stride: int | None = option(None, "tokens between windows; default: the window", at_least=1)
+    batch_size: int = option(16, "windows per forward", at_least=1)
+    max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
+    first_token: str = option(
+        "skip", "skip, or eos: score it after an EOS, and blank rows too", choices=FIRST_TOKEN
+    )
+    last_window: str = option(
+        "short", "short, or full: begin it earlier, as long as others", choices=LAST_WINDOW
+    )
+    device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
+    dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
+    backend: str = option("", "default: what the checkpoint says", choices=("", *BACKENDS))
+
+    @property
+    def source(self) -> DataConfig | str | None:
+        """What is scored without `text` and `hub`: the run's task, or a data directory."""
+        trainer = read_trainer(Path(self.checkpoint))
+        data = trainer.get("settings", {}).get("data", {})
+        is_task = data.get("source") in TASKS and not self.data
+        return DataConfig(**data) if is_task else self.data or trainer.get("data_directory")
 
 
 @dataclass
@@ -36,40 +79,65 @@ class Text:
     task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
 
-def text_of(
-    name: str,
-    sources: Iterable[DataConfig],
-    tokenizer: PreTrainedTokenizerFast,
-    blank: bool,
-    max_tokens: int,
-) -> Text:
-    """The documents of hub datasets (source "hub"), or of files, folders and globs (source "text").
+def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
+    """The text that the options name, cut to max_tokens, or what the run was trained on.
 
-    blank: whether documents of white space alone count. max_tokens: no more documents than are
-    needed for so many targets; 0: all. Raises UserError for a path without files, and text that is
-    not UTF-8, or none.
+    Raises UserError for a text or data that is missing, damaged, empty, or of another tokenizer.
     """
-    encode, sample, left = raw_encoder(tokenizer), [], max_tokens or float("inf")
+    if options.text or options.hub:
+        text = documents_of(options, tokenizer)
+    elif isinstance(task := options.source, DataConfig):
+        samples = TaskSamples(task, "validation", window)
+        streams = list(samples.batch(range(len(samples)))[0].numpy())
+        return Text(f"held-out samples of the task {task.source}", streams, task=samples)
+    else:
+        text = validation_text(Path(options.source), window, tokenizer)
+    if options.first_token == "eos":
+        if tokenizer.eos_token_id is None:
+            raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")
+        first = [tokenizer.eos_token_id]
+        text.streams = [np.concatenate((first, tokens)) for tokens in text.streams]
+    if all(len(tokens) < 2 for tokens in text.streams):
+        raise UserError(
+            f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
+        )
+    kept, left = [], options.max_tokens
+    for tokens in text.streams:
+        if left > 0:
+            kept.append(tokens[: left + 1])
+            left -= len(kept[-1]) - 1
+    if options.max_tokens and sum(map(len, kept)) < sum(map(len, text.streams)):
+        return shortened(text, kept, f"first {options.max_tokens} tokens", tokenizer)
+    return text
+
+
+def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Text:
+    """The documents of files or of a hub dataset, as many as have max_tokens targets."""
+    field, blank = {"text_field": options.text_field}, options.first_token == "eos"
+    if options.text:
+        names = [Path(path).name for path in options.text]
+        name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
+        sources = [DataConfig("text", path, **field) for path in options.text]
+    else:
+        where = options.hub, options.subset, options.split
+        name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where, **field)]
+    encode, sample, targets, text = raw_encoder(tokenizer), [], 0, Text(name, [])
     found = (documents(parts_of(source), source, blank) for source in sources)
-    text = Text(name, [])
     for document in itertools.chain.from_iterable(found):
         ids = itertools.chain(*encode(list(pieces(document))))
         text.streams.append(np.fromiter(ids, dtype=np.int64))
-        text.bytes += len(document.encode("utf-8", errors="replace"))
+        text.bytes += len(document.encode())
         text.words += len(document.split())
-        if len(sample) < SAMPLE:
-            sample.append(document)
-        left -= len(text.streams[-1]) - 1
-        if left < 0:
+        sample += [document] if len(sample) < SAMPLE else []
+        targets += len(text.streams[-1]) - 1
+        if targets > options.max_tokens > 0:
             break
     text.loses = loss_of_text(tokenizer, sample)
     return text
 
 
-def parts_of(source: DataConfig) -> Iterable[Part]:
-    """A hub dataset's rows, or files, each of which is read as its name says: rows of .jsonl, .json
-    and .parquet (also .gz, .bz2, .xz, .zst), or else one document.
-    """
+def parts_of(source: DataConfig) -> Iterator[Part]:
+    """A hub dataset, or files: .jsonl, .json and .parquet have rows, others are one document."""
     if source.source == "hub":
         yield from source_parts(source)
         return
@@ -78,23 +146,8 @@ def parts_of(source: DataConfig) -> Iterable[Part]:
         yield Part(replace(source, source=next(kinds, "text")), file)
 
 
-def put_eos_first(text: Text, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Puts an EOS before each stream, so that its first token is scored too."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            "first_token eos needs a tokenizer with an EOS token, this one has none: "
-            "use first_token skip"
-        )
-    text.streams = [np.concatenate(([tokenizer.eos_token_id], tokens)) for tokens in text.streams]
-
-
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The validation split of prepared data: packed, one stream with an EOS after each document;
-    else one per document.
-
-    Raises UserError if the data is missing or damaged, or was prepared with another tokenizer than
-    `tokenizer`.
-    """
+    """The validation split of prepared data: packed, one stream; otherwise one per document."""
     split = TokenFile(directory, "validation", context)
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
         raise UserError(
@@ -113,33 +166,13 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     return text
 
 
-def task_text(config: DataConfig, window: int) -> Text:
-    """The held-out samples of a task, each of `window` tokens."""
-    task = TaskSamples(config, "validation", window)
-    inputs, _ = task.batch(range(len(task)))
-    name = f"held-out samples of the task {config.source}"
-    return Text(name, list(inputs.numpy()), task=task)
-
-
-def limit(text: Text, max_tokens: int, tokenizer: PreTrainedTokenizerFast) -> Text:
-    """The beginning of the text with at most `max_tokens` targets; 0: all."""
-    kept, left = [], max_tokens
-    for tokens in text.streams:
-        if left > 0:
-            kept.append(tokens[: left + 1])
-            left -= len(kept[-1]) - 1
-    if not max_tokens or sum(map(len, kept)) == sum(map(len, text.streams)):
-        return text
-    return shortened(text, kept, f"first {max_tokens} tokens", tokenizer)
-
-
 def shortened(
     text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
 ) -> Text:
-    """The text with the streams that are kept of it; its size is that of their decoded tokens."""
+    """The text of the streams that are kept, and the size of what their tokens decode to."""
     sizes, words = token_bytes(tokenizer), 0
     for tokens in kept:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
-    size, name = sum(int(sizes[tokens].sum()) for tokens in kept), f"{text.name} ({how})"
-    return Text(name, kept, size, words, text.loses)
+    size = sum(int(sizes[tokens].sum()) for tokens in kept)
+    return Text(f"{text.name} ({how})", kept, size, words, text.loses)

@@ -1,7 +1,6 @@
-"""Pictures and tables:
+"""What pictures and reports share:
 
 metrics_file    reads metrics.jsonl
-curves          losses of runs
-matrices        mixing matrices, measured and drawn
-figure, tables  what these share
+figure          the style of pictures, and the curve of the loss by position
+tables          Markdown
 """

@@ -1,18 +1,21 @@
-"""What all pictures share: style, a new figure, its legend, and numbers along its axes.
+"""What all pictures share: style, figures with curves, and the curve of the loss by position.
 
-matplotlib is imported where a picture is drawn: training does not need it, and a report is whole
-without a picture.
+matplotlib is optional, so it is imported where a picture is drawn.
 """
 
+import itertools
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the two oranges and the two
-# blues are far from each other.
+import numpy as np
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 GREY = "#777777"
 LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
 STYLE = {
-    "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
     "figure.constrained_layout.h_pad": 0.1,
     "figure.constrained_layout.w_pad": 0.1,
@@ -24,22 +27,20 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e5e5e5",
-    "grid.linewidth": 0.8,
     "axes.axisbelow": True,
-    "lines.linewidth": 1.6,
+    "grid.color": "#e5e5e5",
     "legend.frameon": False,
     "savefig.dpi": 130,
 }
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed, which is optional."""
+    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def new_figure(**settings):
-    """A figure in our style that is drawn without a display and without pyplot's global state."""
+    """A figure in our style, which needs no display and none of pyplot's global state."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -50,9 +51,15 @@ def new_figure(**settings):
     return figure
 
 
-def name_curves(axes) -> None:
-    """Writes what the curves are beside the axes, where no legend covers one."""
-    axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+@contextmanager
+def curves(output: Path, title: str, x: str, y: str) -> Iterator:
+    """Yields axes to draw curves on, and saves them with a legend beside the axes."""
+    figure = new_figure(figsize=(8.4, 4.8))
+    axes = figure.add_subplot()
+    yield axes
+    axes.set(title=title, xlabel=x, ylabel=y)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(output)
 
 
 def short_name(name: str) -> str:
@@ -72,3 +79,39 @@ def log_axis(axes) -> None:
     if high < 8 * low:  # powers of 2 alone would be too few marks
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
     axes.xaxis.set_major_formatter(plain_number)
+
+
+def plot_loss_by_position(
+    losses: list[tuple[str, list[float | None]]], output: Path, contexts: Collection[int]
+) -> None:
+    """Draws losses by position, which starts at 1, and marks the `contexts` of training.
+
+    losses: names and mean nats per position, (context,), None where no target was scored.
+    """
+    title, x = "Loss by position (legend: at the end)", "tokens that the prediction can see"
+    with curves(output, title, x, "loss (nats per token)") as axes:
+        for number, (name, values) in enumerate(losses):
+            values = np.array(values, dtype=float)  # None is NaN
+            positions, colour = np.arange(1, len(values) + 1), f"C{number}"
+            axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
+            centres, means = log_means(positions, values)
+            label = f"{means[-1]:.3f} {short_name(name)}"
+            axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=label)
+        for context in contexts:
+            axes.axvline(context, color="0.4", linestyle=":", label="trained context")
+        log_axis(axes)
+
+
+def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
+    """Centres and means over ranges that widen in proportion to where they are, without NaN."""
+    count = len(values)
+    edges = np.geomspace(1, count + 1, max(2, round(4 * np.log2(count + 1)))).round()
+    edges = np.unique(edges.astype(int)) - 1
+    centres, means = [], []
+    for low, high in itertools.pairwise(edges):
+        known = ~np.isnan(values[low:high])
+        if known.any():
+            place = places[low:high][known]
+            centres.append(float(np.sqrt(float(place[0]) * float(place[-1]))))
+            means.append(float(values[low:high][known].mean()))
+    return centres, means

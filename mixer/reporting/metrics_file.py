@@ -9,11 +9,8 @@ import numpy as np
 from mixer.common.errors import Say, UserError, say_on_stderr
 
 
-def read_metrics(path, say: Say = say_on_stderr) -> list[dict]:
-    """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`.
-
-    Raises UserError for a missing file and for one without a line that can be read.
-    """
+def read_metrics(path: str | Path, say: Say = say_on_stderr) -> list[dict]:
+    """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`."""
     path = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
     lines = [line for _, line in readable_lines(path, say)] if path.is_file() else []
     if not lines:
@@ -37,13 +34,13 @@ def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
             f"{path}: left out {damaged} line(s), no JSON object with an integer "
             '"step" and finite numbers'
         )
-    return [(text.decode("utf-8"), line) for text, line in pairs if line is not None]
+    return [(text.decode(), line) for text, line in pairs if line is not None]
 
 
 def _content(text: bytes) -> dict | None:
     """What a line holds, None if it is damaged."""
     try:
-        line = json.loads(text.decode("utf-8"))
+        line = json.loads(text.decode())
         numbers = all(value is None or math.isfinite(value) for value in line.values())
         return line if numbers and type(line["step"]) is int else None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
@@ -51,12 +48,9 @@ def _content(text: bytes) -> dict | None:
 
 
 def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of `key`, by step. Where a resumed run logged a step twice, the later line
-    holds.
-    """
+    """(steps, values) of `key`, by step; the later line holds where a step was logged twice."""
     values = {line["step"]: float(line[key]) for line in lines if line.get(key) is not None}
-    steps = sorted(values)
-    return steps, [values[step] for step in steps]
+    return sorted(values), [values[step] for step in sorted(values)]
 
 
 def seconds_of_training(lines: list[dict], steps: list[int]) -> list[float]:

@@ -1,6 +1,4 @@
-"""Tables and lists in Markdown, which a terminal shows without breaking lines: they are at most
-WIDTH columns wide.
-"""
+"""Tables and lists in Markdown, at most WIDTH columns wide, so that no terminal breaks a line."""
 
 import textwrap
 
@@ -10,28 +8,31 @@ WIDTH = 100
 def table(rows: list[dict], keys: int = 1) -> str:
     """A Markdown table of rows that map the columns' titles to text or numbers.
 
-    The titles are those of the first row. The first `keys` columns name a row. The very first is
-    aligned to the left, the others to the right. Columns that do not fit into WIDTH go into
-    further tables, which begin with the columns that name the rows.
+    The titles are those of the first row. The first `keys` columns name a row. Columns that do not
+    fit into WIDTH go into further tables, which begin with the columns that name the rows.
     """
-    columns = [[title, *(format_number(row[title]) for row in rows)] for title in rows[0]]
-    widths = [max(3, *map(len, column)) for column in columns]
-    parts = [list(range(keys))]
-    for number in range(keys, len(columns)):
-        if len(parts[-1]) > keys and sum(widths[n] + 3 for n in [*parts[-1], number]) >= WIDTH:
-            parts.append(list(range(keys)))
-        parts[-1].append(number)
-    return "\n\n".join(
-        _lines([columns[n] for n in part], [widths[n] for n in part]) for part in parts
-    )
+    columns = []
+    for title in rows[0]:
+        cells = [title, *(format_number(row[title]) for row in rows)]
+        width, pad, end = max(3, *map(len, cells)), str.rjust, ":"
+        if not columns:
+            pad, end = str.ljust, "-"
+        title, *cells = (pad(cell, width) for cell in cells)
+        columns.append([title, "-" * (width - 1) + end, *cells])
+    parts = [columns[:keys]]
+    for column in columns[keys:]:
+        if len(parts[-1]) > keys and sum(len(c[0]) + 3 for c in [*parts[-1], column]) >= WIDTH:
+            parts.append(columns[:keys])
+        parts[-1].append(column)
+    lines = ([f"| {' | '.join(line)} |" for line in zip(*part, strict=True)] for part in parts)
+    return "\n\n".join(map("\n".join, lines))
 
 
-def _lines(columns: list[list[str]], widths: list[int]) -> str:
-    left, *others = widths
-    lines = [list(line) for line in zip(*columns, strict=True)]
-    lines.insert(1, ["-" * left, *("-" * (width - 1) + ":" for width in others)])
-    padded = ([line[0].ljust(left), *map(str.rjust, line[1:], others)] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+def wrapped(text: str, first: str = "", others: str = "") -> str:
+    """Text in lines of at most WIDTH columns, which begin with `first` and `others`."""
+    how = {"break_long_words": False, "break_on_hyphens": False}
+    how |= {"initial_indent": first, "subsequent_indent": others}
+    return textwrap.fill(text, WIDTH - 10, **how)  # room for an indent
 
 
 def bullets(lines: list[str]) -> str:
@@ -39,23 +40,9 @@ def bullets(lines: list[str]) -> str:
     return "\n".join(wrapped(line, "- ", "  ") for line in lines)
 
 
-def wrapped(text: str, first: str = "", others: str = "") -> str:
-    """Text in lines of at most WIDTH columns, which begin with `first` and `others`."""
-    return textwrap.fill(
-        text,
-        WIDTH - 10,  # room for an indent
-        initial_indent=first,
-        subsequent_indent=others,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def format_number(value: str | float | None) -> str:
     """A table's cell: text as it is, small numbers as 1e-07, large ones whole, others with four
-    decimals.
-
-    None stands for a perplexity too large for fp64.
+    decimals; None stands for a perplexity too large for fp64.
     """
     if value is None:
         return "over 1e308"

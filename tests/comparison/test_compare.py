@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,8 +89,8 @@ def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_pat
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
         (["train.steps=3"], "nothing to compare; give --backends"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
-        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: above 0 and finite"),
-        (["dense", "--seeds", "0"], "--seeds is 0; allowed: 1 or more"),
+        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: .* seconds above 0"),
+        (["dense", "--seeds", "0"], "--seeds is 0, .*; allowed: 1 or more seeds"),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, message):
@@ -137,21 +136,6 @@ def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path, monk
         assert runs_in(file) == rows
 
 
-def test_runs_on_another_text_under_the_same_name_are_refused(train, tmp_path):
-    data = {"data.source": "text", "data.path": str(tmp_path / "text"), "data.vocab_size": 300}
-    data |= {"data.validation_fraction": 0.5, "data.directory": str(tmp_path / "tokens")}
-    command = train({"common": data, "runs": {"first": {}, "second": {"seed": 1}}})
-    (tmp_path / "text").mkdir()
-    for name, status in (("first", 0), ("second", 2)):
-        for number in range(8):
-            (tmp_path / "text" / f"{number}.txt").write_text(f"{name} {number} " * 400)
-        done = run_python(*command, "--only", name, output=tmp_path / f"printed-{name}")
-        assert done.returncode == status, done.stdout
-        (tmp_path / "tokens").rename(tmp_path / f"tokens-{name}")  # they are prepared anew
-    assert "the text has changed" in done.stdout
-    assert list(runs_in(tmp_path / "results.json")) == ["first"]
-
-
 def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
     train, tmp_path, monkeypatch
 ):
@@ -193,15 +177,10 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
         tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
         for row in [*rows, seeded]:
             assert row["tokens"] == pytest.approx(tokens, abs=256)
-            means = row["loss_by_position"]
-            assert [end for end, _ in means] == [1, 2, 4, 8, 16, 32]
-            sizes = [means[0][0], *(b - a for (a, _), (b, _) in pairwise(means))]
-            mean = sum(size * of for size, (_, of) in zip(sizes, means, strict=True)) / 32
-            assert mean == pytest.approx(row["validation_loss"], abs=1e-3)
     assert "not finite" in runs["flat mixer 16, 0.2 s, lr 1e+18"]["failure"]
     text = (tmp_path / "results.md").read_text()
     losses = {f"{row['validation_loss']:.4f}" for row in (*final, *long) if "seed" not in row}
-    assert losses <= {row[7] for row in rows_of(text) if len(row) > 7}
+    assert losses <= {row[3] for row in rows_of(text) if len(row) > 3}
     assert "diverged" in text and (tmp_path / "results.png").stat().st_size > 0
 
     other = ["--only", "flat mixer 16", "train.batch_size=2"]
@@ -228,7 +207,7 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     assert starts == {0: first["checkpoint"], 7: again["checkpoint"]}
     for row in found.values():
         assert 0 <= row["top1_of_32"] <= 1 and row["tokens_a_step"] == 8 * 2 * 32
-    shown = {row[-1] for row in rows_of(text.partition("## Seeds")[0]) if row[0] == "mixer 32"}
+    shown = {cell for row in rows_of(text.partition("## Seeds")[0]) for cell in row}
     ends = [row for row in found.values() if row["budget"] == 0.4 and "seed" not in row]
     assert {f"{row['top1_of_32']:.1%}" for row in ends} <= shown
     assert not (tmp_path / "results.png").exists()
@@ -276,7 +255,7 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     monkeypatch.setattr(study, "report_run", report_lane)
     monkeypatch.setattr(study, "write_report", lambda *_: "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the study sets it
-    whole = study.Study(tmp_path / "a.json", tmp_path / "runs", {}, "", "")
+    whole = study.Study(tmp_path / "a", {}, "", "")
     said = "^b: its process was stopped; the same command goes on\ne: no space left on device$"
     with pytest.raises(UserError, match=said):
         whole.work([iterate(name) for name in "abcde"])
@@ -291,9 +270,9 @@ def test_a_plan_of_tasks_ends_with_their_accuracies(train, tmp_path):
     done = run_python(*command, output=tmp_path / "printed")
     assert done.returncode == 0, done.stdout
     runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
-    shown = {row[0]: row[-1] for row in rows_of(text.partition("## Speeds")[0])}
-    right = [runs[f"flat {name}, 0.2 s, lr 0.002"]["accuracy"] for name in tasks]
-    assert [shown[f"flat {name}"] for name in tasks] == [f"{share:.2%}" for share in right]
+    for name in tasks:
+        accuracy = f"{runs[f'flat {name}, 0.2 s, lr 0.002']['accuracy']:.2%}"
+        assert [row[0] for row in rows_of(text) if accuracy in row] == [f"flat {name}"]
 
 
 @pytest.mark.parametrize("plan", sorted(PLANS.glob("*.yaml")), ids=lambda plan: plan.stem)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from mixer.inspect import mixing_matrices
 from mixer.models.masked_mixer import mixing, modeling
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.reporting.matrices import mixing_matrices
 from mixer.training.optim import kinds_of
 
 PAGE = (ROOT / "docs/add_a_mixing_variant.md").read_text()

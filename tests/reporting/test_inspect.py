@@ -12,11 +12,10 @@ from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
-from mixer.inspect import main
-from mixer.reporting.matrices import (
+from mixer.inspect import (
     effective_context,
+    main,
     mixing_matrices,
-    toeplitz_distance,
     weight_by_lag,
 )
 
@@ -37,13 +36,6 @@ def test_effective_context_is_counted_by_hand():
         matrix = random_matrix(1, context)
         recent, count = np.abs(matrix[-1])[::-1], effective_context(matrix)
         assert recent[:count].sum() >= 0.9 * recent.sum() > recent[: count - 1].sum()
-
-
-def test_distance_from_toeplitz_is_zero_for_a_convolution_and_known_for_random_weights():
-    lags = np.subtract.outer(np.arange(20), np.arange(20))
-    assert toeplitz_distance(np.tril(0.7 ** np.abs(lags) - 0.2)) == pytest.approx(0, abs=1e-12)
-    assert toeplitz_distance(random_matrix(2, 300)) == pytest.approx(np.sqrt(1 - 2 / 301), abs=2e-3)
-    assert toeplitz_distance(np.zeros((4, 4))) == 0
 
 
 def test_the_matrices_are_the_models_and_never_its_upper_triangle():
@@ -71,7 +63,7 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer(tmp_path):
     assert done.stdout.strip().splitlines()[-1] == str(index)
     text = index.read_text()
     first = tables(text)[0]
-    assert [row[:2] for row in first].count(["0", "second W tap 1"]) == 1
+    assert [row[:2] for row in first].count(["0", "W2 tap 1"]) == 1
     assert {row[0] for row in first[1:]} == {"0", "1"}  # two layers
     for page in ("layer-00.png", "layer-01.png", "by_lag.png"):
         assert f"]({page})" in text

@@ -12,7 +12,8 @@ from pictures import assert_png
 
 from mixer import doctor, eval, inspect, report, train
 from mixer.common.errors import UserError
-from mixer.reporting.curves import compare_runs, plot_loss_by_position, plot_training, smooth
+from mixer.report import compare_runs, plot_training, smooth
+from mixer.reporting.figure import plot_loss_by_position
 from mixer.reporting.metrics_file import read_metrics
 from mixer.reporting.tables import WIDTH, table
 
@@ -77,8 +78,8 @@ def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
 
 DRAW = {
     "training": lambda run, file: plot_training(run, file),
-    "comparison": lambda run, file: compare_runs({run.name: read_metrics(run)}, file),
-    "position": lambda run, file: plot_loss_by_position([(run.name, losses(0))], file),
+    "comparison": lambda run, file: compare_runs([str(run)], file),
+    "position": lambda run, file: plot_loss_by_position([(run.name, losses(0))], file, [8]),
 }
 
 
@@ -107,7 +108,7 @@ def test_a_loss_by_position_begins_at_the_first_token_and_leaves_out_what_is_unk
     tmp_path, drawn
 ):
     losses = [("a", [None, 3.0, 2.5]), ("a", [5.0, 3.5, 2.5])]  # of two runs with one name
-    plot_loss_by_position(losses, tmp_path / "position.png")
+    plot_loss_by_position(losses, tmp_path / "position.png", [])
     _, a, _, b = [line.get_data() for line in drawn[0].axes[0].get_lines()]
     np.testing.assert_array_equal(a, ([2, 3], [3.0, 2.5]))
     np.testing.assert_array_equal(b, ([1, 2, 3], [5.0, 3.5, 2.5]))
