@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def arithmetic(self) -> str:
-        """Key of the ceiling that holds for this case. The kernels round fp32 factors to tf32."""
+        """Key of the ceiling that holds for this case."""
         return "tf32" if self.dtype == "float32" else self.dtype
 
     @property

@@ -49,9 +49,8 @@ def triangular_conv(
         lags: (heads, kernel_size, context), x's dtype or fp32, for a weight by lag.
         bias: (heads, context) in the weight's (or the lags') dtype, or None.
         residual: as x, or None.
-        backend: "cuda" (our kernels: bf16, fp16, and fp32 as TF32 where torch allows it), "dense"
-            (the masked-weight matmul in plain PyTorch), or "auto": cuda where it can run, else
-            dense.
+        backend: "cuda" (our kernels: bf16 and fp16), "dense" (the masked-weight matmul in plain
+            PyTorch), or "auto": cuda where it can run, else dense.
 
     Returns:
         y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are

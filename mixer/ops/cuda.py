@@ -2,7 +2,7 @@
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
 then in, or by lag (heads, context); bias (heads, context); packed (heads, rows, columns). x, dy and
-packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
+packed are fp16 or bf16, and sums fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
@@ -46,8 +46,8 @@ class Params(ctypes.Structure):
 
 
 def packed_shape(heads: int, tokens: int, by_lag: bool) -> tuple[int, int, int]:
-    """(heads, tokens, tokens rounded up to 8), so that every row of a 16-bit weight starts on 16
-    bytes; by lag the shape of a strip (csrc/params.h).
+    """(heads, tokens, tokens rounded up to 8), so that every row starts on 16 bytes; by lag the
+    shape of a strip (csrc/params.h).
     """
     if by_lag:
         return heads, STRIP_ROWS, lag_zero(tokens) + STRIP_ROWS
@@ -65,13 +65,10 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
     The strictly upper triangle of `weight` is not read.
     """
-    weight = weight.contiguous()
-    (heads, context), by_lag = weight.shape[:2], weight.dim() == 2
+    weight, heads, by_lag = weight.contiguous(), len(weight), weight.dim() == 2
     packed = weight.new_empty(packed_shape(heads, tokens, by_lag), dtype=dtype)
-    params = new_params(packed, heads, (0, tokens, 0), by_lag)
-    params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
-    params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
-    call("mixer_pack", params)
+    given = {"weight": weight, "packed": packed}
+    call("mixer_pack", params_of(packed, (0, tokens, 0), heads, by_lag, **given))
     return packed
 
 
@@ -83,32 +80,20 @@ def forward(
     by_lag: bool = False,
 ) -> Tensor:
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
-    x = rows(x)
+    given = {"x": rows(x), "residual": residual if residual is None else rows(residual)}
+    given |= {"packed": packed, "bias": bias if bias is None else bias.contiguous()}
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = new_params(x, len(packed), x.shape, by_lag)
-    params.packed, params.y = packed.data_ptr(), y.data_ptr()
-    give_rows(params, "x", x)
-    if bias is not None:
-        bias = bias.contiguous()
-        params.bias, params.weight_dtype = bias.data_ptr(), DTYPE_CODES[bias.dtype]
-        params.context = bias.shape[1]
-    if residual is not None:
-        residual = rows(residual)
-        give_rows(params, "residual", residual)
     if y.numel():
-        call("mixer_forward", params)
+        call("mixer_forward", params_of(x, x.shape, len(packed), by_lag, y=y, **given))
     return y
 
 
 def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
-    dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params = new_params(dy, len(packed), dy.shape, by_lag)
-    params.packed, params.dx = packed.data_ptr(), dx.data_ptr()
-    give_rows(params, "dy", dy)
+    given = {"dy": rows(dy), "packed": packed}
     if dx.numel():
-        call("mixer_grad_input", params)
+        call("mixer_grad_input", params_of(dy, dy.shape, len(packed), by_lag, dx=dx, **given))
     return dx
 
 
@@ -126,18 +111,14 @@ def grad_weight(
 
     Exact zeros above the diagonal and beyond `tokens`.
     """
-    dy, x = rows(dy), rows(x)
     shape = (heads, context) if by_lag else (heads, context, context)
     dweight = x.new_empty(shape, dtype=dtype)
     dbias = x.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
-    params = new_params(x, heads, x.shape, by_lag)
-    give_rows(params, "x", x)
-    give_rows(params, "dy", dy)
-    params.dweight = dweight.data_ptr()
-    params.dbias = dbias.data_ptr() if with_bias else None
-    params.context, params.weight_dtype = context, DTYPE_CODES[dtype]
+    given = {"dy": rows(dy), "x": rows(x), "dweight": dweight}
+    given |= {"dbias": dbias if with_bias else None}
+    params = params_of(x, x.shape, heads, by_lag, **given)
     size = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
     workspace = x.new_empty(size, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
@@ -164,9 +145,15 @@ def rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def new_params(like: Tensor, heads: int, shape: tuple[int, int, int], by_lag: bool) -> Params:
-    """What all calls have: the type and device of `like`, and the shape of x. The caller adds
-    addresses, the weight's dtype, and the context if it is longer than the tokens.
+def params_of(
+    like: Tensor,
+    shape: tuple[int, int, int],
+    heads: int,
+    by_lag: bool = False,
+    **tensors: Tensor | None,
+) -> Params:
+    """The structure for x of this shape, with the type and device of `like`, and with the addresses
+    and strides of tensors under their names.
     """
     batch, tokens, channels = shape
     params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)
@@ -174,15 +161,17 @@ def new_params(like: Tensor, heads: int, shape: tuple[int, int, int], by_lag: bo
     params.lag_zero = lag_zero(tokens) if by_lag else 0
     params.dtype, params.device = DTYPE_CODES[like.dtype], like.get_device()
     params.capability, params.processors = device_facts(params.device)
+    params.tensors = tensors  # copies among them live as long as their addresses
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        setattr(params, name, tensor.data_ptr())
+        if name in ("x", "residual", "dy"):
+            setattr(params, f"{name}_batch_stride", tensor.stride(0))
+            setattr(params, f"{name}_token_stride", tensor.stride(1))
+        elif name in ("weight", "bias", "dweight"):
+            params.context, params.weight_dtype = tensor.shape[-1], DTYPE_CODES[tensor.dtype]
     return params
-
-
-def give_rows(params: Params, name: str, x: Tensor) -> None:
-    """The address and the strides of x, residual or dy."""
-    batch_stride, token_stride, _ = x.stride()
-    setattr(params, name, x.data_ptr())
-    setattr(params, f"{name}_batch_stride", batch_stride)
-    setattr(params, f"{name}_token_stride", token_stride)
 
 
 @functools.cache
@@ -190,17 +179,6 @@ def device_facts(index: int) -> tuple[int, int]:
     """(10 * major + minor of the compute capability, multiprocessors) of a device."""
     properties = torch.cuda.get_device_properties(index)
     return properties.major * 10 + properties.minor, properties.multi_processor_count
-
-
-def allows_tf32() -> bool:
-    """Whether torch may round the factors of fp32 products to tf32
-    (torch.set_float32_matmul_precision).
-    """
-    matmul = torch.backends.cuda.matmul
-    # torch 2.9 has a new name for it and, once that is set, an error for the old one.
-    if hasattr(matmul, "fp32_precision"):
-        return matmul.fp32_precision == "tf32"
-    return matmul.allow_tf32
 
 
 # ------------------------------------------------------------------------- the library

@@ -4,14 +4,19 @@ The kernels are in keyed_kernels.py. Where they cannot serve, and where nobody h
 same is done in plain PyTorch, which autograd and torch.compile see through.
 """
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
-from mixer.ops import choice, plain
-from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
+from mixer.ops import cuda, plain
+from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device, warn_once
 from mixer.ops.strips import weights_of
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+SIZES = (16, 32, 64, 128)  # of a key, and of a value: numbers of each in a head
+MOST_CONTEXT = 1 << 15  # the kernels count places in one head's weights in 32 bits
 
 
 def keyed_conv(
@@ -64,7 +69,7 @@ def keyed_conv(
     _check(query, key, value, weight, bias, lags, decay, backend)
     heads, context = bias.shape
     sizes = (query.shape[-1] // heads, value.shape[-1] // heads, context)
-    if backend != "dense" and choice.keyed_kernels_serve(query.device, query.dtype, *sizes):
+    if backend != "dense" and kernels_serve(query.device, query.dtype, *sizes):
         mixing = weight if lags is None else lags
         weights = weights_of(mixing, decay, query.shape[1], query.dtype)
         return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
@@ -103,6 +108,34 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
             "context) with context >= tokens, and bias (heads, context), both of that dtype or "
             "float32; with lags also decay (heads,)",
         )
+
+
+@torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
+def kernels_serve(
+    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
+) -> bool:
+    """Whether the kernels can take keys of `key` numbers and values of `value` in each head. Where
+    they cannot take a GPU tensor, the log says so, once.
+    """
+    if device.type != "cuda":
+        return False
+    serve = (
+        torch.version.hip is None
+        and HAS_TRITON
+        and cuda.device_facts(device.index)[0] >= 80
+        and dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and key in SIZES
+        and value in SIZES
+        and context <= MOST_CONTEXT
+    )
+    if not serve:
+        warn_once(
+            f"keyed mixing goes without kernels for {dtype}, keys of {key} and values of {value} "
+            f"numbers in a head, and a context of {context}; they take float32, float16 and "
+            f"bfloat16, {', '.join(map(str, SIZES))} numbers and contexts up to {MOST_CONTEXT}, on "
+            "NVIDIA GPUs of compute capability 8.0 or newer with Triton (`pip install triton`)"
+        )
+    return serve
 
 
 # ------------------------------------------------------------------------- the operators

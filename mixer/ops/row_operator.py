@@ -9,8 +9,8 @@ captured in a CUDA graph. Where it cannot serve, the same is done in plain PyTor
 import torch
 from torch import Tensor
 
-from mixer.ops import choice, cuda, plain
-from mixer.ops.choice import misfit, on_one_device
+from mixer.ops import cuda, plain
+from mixer.ops.choice import device_reason, misfit, on_one_device
 
 
 def mix_row(
@@ -52,7 +52,7 @@ def mix_row(
     _check(memory, x, weight, bias, residual, positions)
     arguments = (memory, x, weight, bias, residual, positions, backend)
     # The operator is opaque to the compiler and has no derivative.
-    if torch.compiler.is_compiling() and not choice.row_needs_pytorch(*arguments[:5]):
+    if torch.compiler.is_compiling() and not needs_pytorch(*arguments[:5]):
         return torch.ops.mixer.mix_row(*arguments)
     return _mix_row(*arguments)
 
@@ -81,8 +81,54 @@ def _check(memory, x, weight, bias, residual, positions) -> None:
         )
 
 
+# ------------------------------------------------------------------------- the kernel
+
+
+def needs_pytorch(*tensors: Tensor | None) -> bool:
+    """Whether a call needs what the kernel does not have: a gradient of a tensor, or autocast."""
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return True
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def kernel_serves(memory, x, weight, bias, residual, backend) -> bool:
+    """Whether the kernel can take a call. The first one on a device builds the kernels, so it must
+    not come inside a graph capture.
+    """
+    fits = (
+        x.is_cuda
+        and backend in ("auto", "cuda")
+        and weight.shape[1] == 1
+        and not needs_pytorch(memory, x, weight, bias, residual)
+        and x.dtype in cuda.DTYPE_CODES
+        and memory.dtype == x.dtype
+        and (residual is None or residual.dtype == x.dtype)
+        and weight.dtype in (x.dtype, torch.float32)
+        and bias.dtype == weight.dtype
+        and memory.stride()[2:] == (memory.shape[3], 1)
+        and memory.shape[3] * x.element_size() % 16 == 0
+    )
+    return fits and device_reason(x.device.index) is None
+
+
+def launch(memory, x, weight, bias, residual, positions) -> Tensor:
+    """`mix_row` by the kernel, for arguments that `kernel_serves` has accepted."""
+    batch, heads, length, width = memory.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    given = {"memory": memory, "x": cuda.rows(x), "weight": weight.contiguous()}
+    given |= {"bias": bias.contiguous(), "positions": positions, "y": y}
+    given |= {"residual": residual if residual is None else cuda.rows(residual)}
+    params = cuda.params_of(x, (batch, length, heads * width), heads, **given)
+    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
+    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
+    cuda.call("mixer_mix_row", params)
+    return y
+
+
 def _mix_row(memory, x, weight, bias, residual, positions, backend) -> Tensor:
-    if choice.row_kernel_serves(memory, x, weight, bias, residual, backend):
+    if kernel_serves(memory, x, weight, bias, residual, backend):
         return launch(memory, x, weight, bias, residual, positions)
     return plain.mix_row(memory, x, weight, bias, residual, positions)
 
@@ -96,23 +142,3 @@ _operator = torch.library.custom_op("mixer::mix_row", mutates_args=("memory",), 
 @_operator.register_fake
 def _(memory, x, weight, bias, residual, positions, backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def launch(memory, x, weight, bias, residual, positions) -> Tensor:
-    """`mix_row` by the kernel, for arguments that `choice.row_kernel_serves` has accepted."""
-    batch, heads, length, width = memory.shape
-    x, weight, bias = cuda.rows(x), weight.contiguous(), bias.contiguous()
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = cuda.new_params(x, heads, (batch, length, heads * width), False)
-    params.context, params.weight_dtype = weight.shape[2], cuda.DTYPE_CODES[weight.dtype]
-    params.memory = memory.data_ptr()
-    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
-    cuda.give_rows(params, "x", x)
-    params.weight, params.bias, params.y = weight.data_ptr(), bias.data_ptr(), y.data_ptr()
-    params.positions = positions.data_ptr()
-    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
-    if residual is not None:
-        residual = cuda.rows(residual)
-        cuda.give_rows(params, "residual", residual)
-    cuda.call("mixer_mix_row", params)
-    return y

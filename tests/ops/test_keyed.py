@@ -14,7 +14,7 @@ import pytest
 import torch
 from toolchain import first_and_slow
 
-from mixer.ops import choice, keyed_conv, plain
+from mixer.ops import keyed_conv, plain
 from mixer.ops.lags import weight_by_lag
 from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, strips_of
 
@@ -284,22 +284,3 @@ def test_other_types_and_backends_are_refused():
         keyed_conv(**inputs | {"key": inputs["key"].half()})
     with pytest.raises(ValueError, match="backend is 'triton'; allowed: auto, cuda, dense"):
         keyed_conv(**inputs, backend="triton")
-
-
-@pytest.mark.parametrize(
-    ("capability", "about", "lack"),
-    [
-        ((9, 0), {}, None),
-        ((9, 0), {"dtype": torch.float64}, "not torch.float64"),
-        ((9, 0), {"key": 24}, "16, 32, 64, 128 numbers in a head"),
-        ((9, 0), {"context": 65536}, "not 64, 64 and 65536"),
-        ((7, 0), {}, "need compute capability 8.0"),
-    ],
-)
-@needs_triton
-def test_the_kernels_serve_or_what_they_lack_is_said(monkeypatch, capability, about, lack):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    given = {"dtype": torch.float16, "key": 64, "value": 64, "context": 512} | about
-    reason = choice.keyed_unavailable_reason.__wrapped__(torch.device("cuda", 0), **given)
-    assert reason is None if lack is None else lack in reason

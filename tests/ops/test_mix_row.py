@@ -11,7 +11,7 @@ from mix_row_cases import TYPES, case, exact
 from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
-from mixer.ops import build, choice, cuda, mix_row, row_operator
+from mixer.ops import build, cuda, mix_row, row_operator
 
 # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
 PROCESSORS = {"": 4, build.HOPPER_FLAG: 20}
@@ -89,7 +89,7 @@ def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)
     assert not kernel
-    monkeypatch.setattr(choice, "row_kernel_serves", lambda *arguments: True)
+    monkeypatch.setattr(row_operator, "kernel_serves", lambda *arguments: True)
     assert torch.equal(generate(model, ids, **settings), expected)
     # the first of the 4 tokens comes from the prompt
     assert len(kernel) == 3 * 2 * len(model.model.layers)

@@ -20,14 +20,14 @@ BATCH = [1, 3, 32]
 HEADS = [1, 2, 4, 8]
 TAPS = [1, 1, 3]
 KINDS = ["weight", "lags"]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]  # fp32 as tf32
+DTYPES = [torch.float16, torch.bfloat16]
 NAMES = ("y", "dx", "dweight", "dbias", "dresidual")
 # The compute capabilities that kernels are written for, and the types that they take.
-SETS = {70: [torch.float16], 80: DTYPES, 90: [torch.float16, torch.bfloat16]}
+SETS = {70: [torch.float16], 80: DTYPES, 90: DTYPES}
 
 
 def covering_cases() -> list[dict]:
-    """78 cases: each context with each dtype twice, all other choices cycling with steps that share
+    """52 cases: each context with each dtype twice, all other choices cycling with steps that share
     no factor.
     """
     cases = []
@@ -43,7 +43,7 @@ def covering_cases() -> list[dict]:
                 batch=batch,
                 heads=HEADS[index // 3 % 4],
                 taps=TAPS[index // 5 % 3],
-                dtype=DTYPES[index // 13 % 3],
+                dtype=DTYPES[index // 13 % 2],
                 extra=(0, 0, 9, 70)[index // 7 % 4],
                 with_bias=index // 2 % 2 == 0,
                 with_residual=index // 4 % 2 == 0,
@@ -79,14 +79,12 @@ def kernels():
 
 
 @pytest.fixture(autouse=True)
-def exact_torch_and_poison():
+def poison():
     """Every fresh output starts as NaN: what a kernel does not write shows."""
-    torch.set_float32_matmul_precision("high")  # else the kernels take no fp32
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision("highest")
 
 
 def make(
@@ -150,21 +148,10 @@ def gradients(function, x, weight, bias, residual, dy):
 
 
 def exact(x, weight, bias, residual, dy):
-    """The same in fp64, from factors as the kernels see them: rounded to x's dtype, or to tf32. The
-    gradients of bias and residual have no factors: they are sums of dy as it is.
-    """
-    x, weight, rounded = (factors(t, x.dtype) for t in (x, weight, dy))
-    bias, residual = (None if t is None else t.double() for t in (bias, residual))
-    *products, _, _ = gradients(dense_conv, x, weight, bias, residual, rounded)
-    *_, dbias, dresidual = gradients(dense_conv, x, weight, bias, residual, dy.double())
-    return [*products, dbias, dresidual]
-
-
-def factors(tensor, dtype):
-    rounded = tensor.to(dtype)
-    if dtype == torch.float32:  # to 10 bits of mantissa, ties away from zero
-        rounded = ((rounded.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-    return rounded.double()
+    """The same in fp64, from factors as the kernels see them: rounded to x's dtype."""
+    weight = weight.to(x.dtype)
+    given = (None if t is None else t.double() for t in (x, weight, bias, residual, dy))
+    return gradients(dense_conv, *given)
 
 
 def dense_conv(x, weight, bias, residual):
@@ -212,9 +199,6 @@ def test_as_near_to_fp64_as_torch(case, kernels, pretend):
             continue
         assert value.dtype == peer.dtype and value.isfinite().all(), name
         error, rival, size = rms(value - truth), rms(peer - truth), rms(truth)
-        if case["dtype"] == torch.float32:
-            assert error <= 2**-11 * size, f"{name}: relative error {error / size:.3e}"
-            continue
         # One fp32 rounding: where torch happens to be exact (one token), twice its error would be
         # nothing at all.
         assert error <= 2 * rival + 2**-23 * size, (
@@ -259,8 +243,8 @@ def test_raw_functions(dtype, by_lag):
 
 
 def test_empty_batch_gives_zero_gradients():
-    packed = cuda.pack(torch.ones(2, 6, 6, device="cuda"), 5, torch.float32)
-    empty = torch.empty(0, 5, 8, device="cuda")
+    packed = cuda.pack(torch.ones(2, 6, 6, device="cuda"), 5, torch.float16)
+    empty = torch.empty(0, 5, 8, device="cuda", dtype=torch.float16)
     assert (
         cuda.forward(empty, packed, None, None).shape
         == cuda.grad_input(empty, packed).shape
@@ -273,8 +257,8 @@ def test_empty_batch_gives_zero_gradients():
 
 def test_gradient_of_a_sum():
     """sum() hands back one value expanded over all dimensions: every stride is 0."""
-    inputs = make(130, 40, 2, 1, 1, torch.float32, integers=True)[:4]
-    one = torch.ones((), device="cuda").expand(2, 130, 40)
+    inputs = make(130, 40, 2, 1, 1, torch.float16, integers=True)[:4]
+    one = torch.ones((), device="cuda", dtype=torch.float16).expand(2, 130, 40)
     for value, truth in zip(gradients(kernel_conv, *inputs, one), exact(*inputs, one), strict=True):
         assert torch.equal(value, truth.to(value.dtype))
 
@@ -393,7 +377,7 @@ def test_runs_on_the_current_stream():
     """Work queued on a side stream is seen by the kernels there: on any other stream they would
     read x too early.
     """
-    x, weight, bias, residual, dy = make(512, 256, 4, 1, 1, torch.float32, integers=True)
+    x, weight, bias, residual, dy = make(512, 256, 4, 1, 1, torch.float16, integers=True)
     wanted = kernel_conv(x, weight, bias, residual)
     late = torch.zeros_like(x)
     busy = torch.randn(4096, 4096, device="cuda")
@@ -418,7 +402,7 @@ def test_auto_takes_the_kernels():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here")
 def test_second_device():
-    inputs = make(129, 96, 2, 2, 1, torch.float32, integers=True, device="cuda:1")
+    inputs = make(129, 96, 2, 2, 1, torch.float16, integers=True, device="cuda:1")
     assert torch.cuda.current_device() == 0
     for value, truth in zip(gradients(kernel_conv, *inputs), exact(*inputs), strict=True):
         assert value.device.index == 1 and torch.equal(value, truth.to(value.dtype))

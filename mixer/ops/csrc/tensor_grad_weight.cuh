@@ -5,8 +5,9 @@
 // order, without atomics, so results are reproducible bit for bit. For a weight by lag see lags.cuh.
 #pragma once
 
+#include "kernels.h"
 #include "lags.cuh"
-#include "tensor_tile.cuh"
+#include "tensor_product.cuh"
 
 namespace tensor {
 
@@ -16,9 +17,8 @@ constexpr int kMaxSplits = 128;
 // The sum runs over (sample, channel of a head) as one dimension, cut into slices. A vector of 16
 // bytes never crosses from one sample into the next.
 __host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
-  const int slice =
-      params.dtype == MIXER_FLOAT32 ? Sizes<float>::kSliceDepth : Sizes<__half>::kSliceDepth;
-  return ceil_div(static_cast<int64_t>(params.batch) * (params.channels / params.heads), slice);
+  const int64_t depth = static_cast<int64_t>(params.batch) * (params.channels / params.heads);
+  return ceil_div(depth, kSliceDepth);
 }
 
 // The number of ranges that takes the least time. The unit is one slice's product (about half a
@@ -60,8 +60,7 @@ struct Task {
 // Loads the slices of dy and of x, one pair per call.
 template <typename Element>
 struct GradWeightLoader {
-  static constexpr int kVector = Sizes<Element>::kVector;
-  using Layout = KMajor<Element>;
+  using Layout = KMajor;
 
   const TriangularConvParams& params;
   const int width;
@@ -77,7 +76,7 @@ struct GradWeightLoader {
         width(params.channels / params.heads),
         along(task.along),
         down(task.first % along) {
-    const int64_t start = static_cast<int64_t>(task.first / along) * Sizes<Element>::kSliceDepth +
+    const int64_t start = static_cast<int64_t>(task.first / along) * kSliceDepth +
                           vector_across<Layout>() * kVector;
     const int64_t sample = start / width;
     channel = static_cast<int>(start - sample * width);
@@ -100,10 +99,9 @@ struct GradWeightLoader {
     if (++down < along) return move(1);
     move(1 - down);
     down = 0;
-    constexpr int kDepth = Sizes<Element>::kSliceDepth;
-    left += kDepth;
-    right += kDepth;
-    for (channel += kDepth; channel >= width; channel -= width) {
+    left += kSliceDepth;
+    right += kSliceDepth;
+    for (channel += kSliceDepth; channel >= width; channel -= width) {
       left += params.dy_batch_stride - width;
       right += params.x_batch_stride - width;
       if (--samples_left <= 0) left_rows = right_rows = 0;
@@ -220,11 +218,10 @@ template <typename Set, typename Plan>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     partial_kernel(const TriangularConvParams params, const Plan plan) {
   if constexpr (Set::kIsHere) {
-    using Element = typename Set::Element;
-    using Layout = KMajor<Element>;
+    using Layout = KMajor;
     alignas(128) __shared__ unsigned char memory[Set::kSharedBytes];
     for_each_task(params, plan, [&](const Task& task) {
-      GradWeightLoader<Element> loader(params, task);
+      GradWeightLoader<typename Set::Element> loader(params, task);
       typename Set::Accumulator sum;
       int unloaded = task.steps;
       const auto load = [&](auto& copies) {
@@ -356,6 +353,12 @@ cudaError_t launch_grad_weight(const TriangularConvParams& params) {
   const cudaError_t status = launch(params, partial_kernel<Set, int>,
                                     partial_blocks(params, splits), kThreads, 0, params, splits);
   return status == cudaSuccess ? finish(params, splits) : status;
+}
+
+template <typename Set>
+KernelSet kernel_set() {
+  return {launch_product<Set, false>, launch_product<Set, true>, workspace_bytes,
+          launch_grad_weight<Set>, false};
 }
 
 }  // namespace tensor
