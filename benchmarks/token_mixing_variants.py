@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+import plain_kernels
 import torch
 import torch.nn.functional as F
 from dense_mixing import dense_mixing
 from torch import Tensor, nn
 
-from mixer.ops import operator, triangular_conv
+from mixer.ops import cuda, triangular_conv
 
 PANELS = (2, 4, 8, 16)
 MIN_PANEL_ROWS = 16
@@ -70,7 +71,7 @@ class Data:
 
     def __init__(self, shape: Shape, device: str):
         self.shape, self.device = shape, device
-        self.kernels = operator.cuda  # or what stands in their place
+        self.kernels = cuda if device == "cuda" else plain_kernels
         cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
         weight_bytes = shape.heads * shape.tokens**2 * shape.torch_dtype.itemsize
         count = max(2, 3 * cache // (shape.activation_bytes + weight_bytes) + 1)

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from mixer.ops import choice, operator, plain
+from mixer.ops import choice, cuda, plain
 from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS, turn
@@ -70,7 +70,7 @@ def triangular_conv(
     _check(x, weight, lags, bias, residual, backend)
     given = weight if lags is None else lags
     if choice.kernels_take(backend, x, given.shape[0]):
-        return operator.triangular_conv(x, given, bias, residual)
+        return cuda.triangular_conv(x, given, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
 

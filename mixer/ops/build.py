@@ -18,7 +18,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,19 +53,21 @@ def cache_directory() -> Path:
     """The cache, made (mode 0700) if it is not there. Raises UserError where others could put a
     library there, since loading it runs their code.
     """
-    another = "`export MIXER_CACHE=/a/directory/of/yours`"
     try:
         directory = cache_home() / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(
+                f"{directory} belongs to user {status.st_uid} and has mode "
+                f"{status.st_mode & 0o777:o}; it must be yours, and writable for you alone: `chmod "
+                f"700 {shlex.quote(str(directory))}`"
+            )
     except (OSError, RuntimeError) as error:  # a user in a container may have no home
-        raise UserError(f"there is no cache for the kernels ({error}): {another}.") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UserError(
-            f"{directory} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}; "
-            "a library is loaded from there as code, so it must be yours, and writable for you "
-            f"alone: `chmod 700 {shlex.quote(str(directory))}`, or {another}."
-        )
+            f"there is no cache that the kernels can be loaded from ({error}). Or use another: "
+            "`export MIXER_CACHE=/a/directory/of/yours`."
+        ) from error
     return directory
 
 
@@ -139,24 +140,19 @@ def architecture_flags(capability: tuple[int, int]) -> list[str]:
 # ------------------------------------------------------------------------- nvcc
 
 
-def nvcc_candidates() -> Iterator[Path]:
-    """Where an nvcc may be, in the order in which we take it."""
-    if home := os.environ.get("CUDA_HOME"):
-        yield Path(home) / "bin" / "nvcc"
-    if found := shutil.which("nvcc"):
-        yield Path(found)
+def find_nvcc() -> Path:
+    """The nvcc of $CUDA_HOME, $PATH, a wheel or /usr/local/cuda, the first that there is. Raises
+    UserError where there is none.
+    """
+    home, in_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
+    places = ([f"{home}/bin/nvcc"] if home else []) + ([in_path] if in_path else [])
     # A namespace package: one location for each site-packages.
     wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
-        yield Path(folder) / "cu13" / "bin" / "nvcc"
-        yield Path(folder) / "cuda_nvcc" / "bin" / "nvcc"  # of CUDA 12
-    yield Path("/usr/local/cuda/bin/nvcc")
-
-
-def find_nvcc() -> Path:
-    """The first nvcc that there is. Raises UserError where there is none."""
-    path = next((path for path in nvcc_candidates() if os.access(path, os.X_OK)), None)
-    if path is None:
+        places += [f"{folder}/cu13/bin/nvcc", f"{folder}/cuda_nvcc/bin/nvcc"]  # of CUDA 13 and 12
+    places.append("/usr/local/cuda/bin/nvcc")
+    found = next((Path(place) for place in places if os.access(place, os.X_OK)), None)
+    if found is None:
         raise UserError(
             "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "
             "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc "
@@ -164,7 +160,7 @@ def find_nvcc() -> Path:
         )
     # nvcc looks for its headers beside the path that it is called by, even if that is a link. A
     # link to ccache must stay: its name says what ccache is to run.
-    return path.resolve() if path.resolve().name.startswith("nvcc") else path
+    return found.resolve() if found.resolve().name.startswith("nvcc") else found
 
 
 def dotted(version: tuple[int, int]) -> str:

@@ -76,29 +76,22 @@ def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
 def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_aligned: bool) -> bool:
-    reason = call_reason(device, dtype, is_aligned)
+    serve = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
+    if serve and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
+        reason = device_reason(device.index)
+    else:
+        heads = "" if is_aligned else ", in heads of other sizes"
+        reason = (
+            f"x is {dtype} on {device}{heads}; the CUDA kernels take float16, and from compute "
+            "capability 8.0 on bfloat16, in heads of a multiple of 8 channels. Use "
+            "backend='dense', or convert x (train.mixed_precision=fp16 or bf16)."
+        )
     if reason is None:
         return True
     if backend == "cuda":
         raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
     warn_once(f"mixing backend 'auto' takes 'dense', since 'cuda' cannot run here: {reason}")
     return False
-
-
-def call_reason(device: torch.device, dtype: torch.dtype, is_aligned: bool = True) -> str | None:
-    """None if the kernels can take a tensor of this device and type, else what is missing.
-
-    is_aligned: whether a head has a multiple of 8 channels.
-    """
-    serves = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
-    if serves and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
-        return device_reason(device.index)
-    heads = "" if is_aligned else ", in heads of other sizes"
-    return (
-        f"x is {dtype} on {device}{heads}; the CUDA kernels take float16, and from compute "
-        "capability 8.0 on bfloat16, in heads of a multiple of 8 channels. Use backend='dense', or "
-        "convert x (train.mixed_precision=fp16 or bf16)."
-    )
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Calls the CUDA kernels of `csrc` through ctypes: backend `cuda` of the triangular convolution.
+"""Backend `cuda` of the triangular convolution: the operator `mixer::triangular_conv` and its
+autograd formula, and the CUDA kernels of `csrc`, called through ctypes.
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
 then in, or by lag (heads, context); bias (heads, context); packed (heads, rows, columns). x, dy and
@@ -14,6 +15,8 @@ import functools
 
 import torch
 from torch import Tensor
+
+from mixer.ops.plain import shift_channels, tap_shift
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
@@ -42,7 +45,77 @@ class Params(ctypes.Structure):
     )
 
 
-# ------------------------------------------------------------------------- the four functions
+# ------------------------------------------------------------------------- the operator
+
+
+def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
+    """y, given a weight (heads, taps, context, context) or by lag (heads, taps, context). The
+    kernels have one tap; several are a sum of calls.
+    """
+    heads, taps = weight.shape[:2]
+    if taps == 1:
+        return one_tap(x, weight.squeeze(1), bias, residual)[0]
+    parts = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
+    y = residual
+    for tap, part in enumerate(weight.unbind(1)):
+        shifted = shift_channels(parts, tap_shift(tap, taps)).flatten(2)
+        y = one_tap(shifted, part, bias if tap == 0 else None, y)[0]
+    return y
+
+
+@torch.library.custom_op("mixer::triangular_conv", mutates_args=())
+def one_tap(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y and the packed weight (masked, cast, padded), which is made once and kept for backward."""
+    packed = pack(weight, x.shape[1], x.dtype)
+    return forward(x, packed, bias, residual, weight.dim() == 2), packed
+
+
+@one_tap.register_fake
+def _(x, weight, bias, residual):
+    packed = x.new_empty(packed_shape(weight.shape[0], x.shape[1], weight.dim() == 2))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), packed
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, _, _ = inputs
+    _, packed = output
+    ctx.mark_non_differentiable(packed)
+    ctx.set_materialize_grads(False)
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    # Nothing is kept that no gradient will ask for.
+    ctx.save_for_backward(x if needs_weight or needs_bias else None, packed if needs_x else None)
+    ctx.heads, ctx.context = weight.shape[:2]
+    ctx.weight_dtype, ctx.by_lag = weight.dtype, weight.dim() == 2
+
+
+def _backward(ctx, dy, _):
+    # Under create_graph=True. torch's own once_differentiable refuses too little:
+    # torch.autograd.grad with respect to an argument goes round its error, and leaves out terms of
+    # a Hessian without a word.
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "second derivatives of triangular_conv are there with backend 'dense' alone: use it "
+            "here (for a model, load it with mixing_backend='dense')"
+        )
+    if dy is None:
+        return None, None, None, None
+    x, packed = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad
+    dx = grad_input(dy, packed, ctx.by_lag) if needs_x else None
+    dweight = dbias = None
+    if needs_weight or needs_bias:
+        sizes = (ctx.context, ctx.heads, ctx.weight_dtype)
+        dweight, dbias = grad_weight(dy, x, *sizes, needs_bias, ctx.by_lag)
+    dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
+    return dx, dweight, dbias, dy if needs_residual else None
+
+
+one_tap.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ------------------------------------------------------------------------- the kernels
 
 
 def packed_shape(heads: int, tokens: int, by_lag: bool) -> tuple[int, int, int]:
@@ -88,6 +161,7 @@ def forward(
     return y
 
 
+@torch.library.custom_op("mixer::triangular_conv_grad_input", mutates_args=())
 def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -97,6 +171,12 @@ def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     return dx
 
 
+@grad_input.register_fake
+def _(dy, packed, by_lag=False):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
 def grad_weight(
     dy: Tensor,
     x: Tensor,
@@ -111,9 +191,7 @@ def grad_weight(
 
     Exact zeros above the diagonal and beyond `tokens`.
     """
-    shape = (heads, context) if by_lag else (heads, context, context)
-    dweight = x.new_empty(shape, dtype=dtype)
-    dbias = x.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
+    dweight, dbias = empty_gradients(dy, x, context, heads, dtype, with_bias, by_lag)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
     given = {"dy": rows(dy), "x": rows(x), "dweight": dweight}
@@ -124,6 +202,12 @@ def grad_weight(
     params.workspace = workspace.data_ptr()
     call("mixer_grad_weight", params)
     return dweight, dbias
+
+
+@grad_weight.register_fake
+def empty_gradients(dy, x, context, heads, dtype, with_bias, by_lag=False):
+    dweight = x.new_empty((heads, context) if by_lag else (heads, context, context), dtype=dtype)
+    return dweight, x.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
 
 
 # ------------------------------------------------------------------------- the arguments

@@ -42,11 +42,6 @@ def tiny(tmp_path):
 
 
 @pytest.fixture
-def no_nvcc(monkeypatch):
-    return lambda: monkeypatch.setattr(build, "nvcc_candidates", lambda: iter([]))
-
-
-@pytest.fixture
 def fake_nvcc(tmp_path, monkeypatch):
     """Makes a CUDA_HOME whose nvcc is a line of shell."""
 
@@ -99,7 +94,7 @@ def assert_whole_without_spills(log: str, hopper: int = 0) -> None:
     # forward and grad_input for each type, Volta's for fp16; on Hopper in three sizes, forward with
     # and without a residual
     products = [name for name in spills if "product_kernel" in name]
-    for family, count in {"volta": 2, "ampere": 6, "hopper": hopper}.items():
+    for family, count in {"volta": 2, "ampere": 4, "hopper": hopper}.items():
         assert sum(family in name for name in products) == count, family
 
 
@@ -133,13 +128,13 @@ def test_structure_and_c_struct_agree(tmp_path):
 
 
 @needs_nvcc
-def test_a_library_is_built_once_for_its_sources_and_needs_no_nvcc_then(tiny, no_nvcc):
+def test_a_library_is_built_once_for_its_sources_and_needs_no_nvcc_then(tiny, monkeypatch):
     first = build.library((8, 0), tiny)
     (tiny / "tiny.cu").write_text(TINY.replace("42", "43"))
     second = build.library((8, 0), tiny)
     assert first != second
     assert (ctypes.CDLL(str(first)).answer(), ctypes.CDLL(str(second)).answer()) == (42, 43)
-    no_nvcc()
+    monkeypatch.setattr(build.os, "access", lambda *about: False)
     assert build.library((8, 0), tiny) == second
     with pytest.raises(UserError, match="pip install nvidia-cuda-nvcc"):
         build.library((9, 0), tiny)
@@ -214,7 +209,7 @@ def test_nvcc_of_a_wheel_is_found(folder, fake_nvcc, tmp_path, monkeypatch):
     path = fake_nvcc(folder)
     assert build.find_nvcc() == path  # CUDA_HOME comes first
     monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setenv("PATH", "")
     wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(
         build.importlib.util, "find_spec", lambda name: wheels if name == "nvidia" else None
