@@ -42,10 +42,10 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY
     if rebuild or not path.exists():
-        nvcc = find_nvcc()
+        flags, nvcc = architecture_flags(capability), find_nvcc()
         with whole_directory(directory) as stage:
             if rebuild or not path.exists():  # no other process has built it meanwhile
-                build(stage, sources, nvcc, capability)
+                build(stage, sources, nvcc, flags)
     return path
 
 
@@ -78,30 +78,30 @@ def build_name(capability: tuple[int, int], sources: Path) -> str:
     return f"sm{capability[0]}{capability[1]}-{total.hexdigest()[:16]}"
 
 
-def build(directory: Path, sources: Path, nvcc: Path, capability: tuple[int, int]) -> None:
+def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     """Builds the library into a directory, with a log of the registers and spills of each kernel.
     Raises UserError if that fails.
     """
-    architecture = architecture_flags(capability)
-    said = f"mixer: building CUDA kernels for {dotted(capability)} (once, up to a minute)"
+    architecture = flags[-1].rpartition("=")[2]
+    said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
     print(said, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
     units = [
         unit
         for unit in sorted(sources.glob("*.cu"))
-        if HOPPER_FLAG in architecture or not unit.name.startswith("hopper")
+        if HOPPER_FLAG in flags or not unit.name.startswith("hopper")
     ]
     objects = [directory / f"{unit.stem}.o" for unit in units]
 
     def compile_unit(unit: Path, made: Path) -> str:
-        return run_nvcc(nvcc, *COMPILE_FLAGS, *architecture, "-c", unit, "-o", made)
+        return run_nvcc(nvcc, *COMPILE_FLAGS, *flags, "-c", unit, "-o", made)
 
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
         log = list(compilers.map(compile_unit, units, objects))
     # The CUDA runtime is linked in: no libcudart has to be found later. The nvcc wheel keeps it in
     # lib, where its own profile says lib64.
     search = f"-L{nvcc.parent.parent / 'lib'}"
-    linked = ["-shared", "-cudart=static", architecture[-1], search, *objects]
+    linked = ["-shared", "-cudart=static", flags[-1], search, *objects]
     log.append(run_nvcc(nvcc, *linked, "-o", directory / LIBRARY))
     for made in objects:
         made.unlink()
