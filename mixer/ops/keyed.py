@@ -162,42 +162,33 @@ def _(query, key, value, mixing, bias, tiles, rest, falls):
     return y, query.new_empty(means, dtype=torch.float32)
 
 
-@torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
-def grad_input(
+@torch.library.custom_op("mixer::keyed_conv_gradients", mutates_args=())
+def gradients(
     dy: Tensor, y: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, level: Tensor,
     tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    context: int, by_lag: bool, of_mixing: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value side by side: they are mostly parts of one projection,
-    whose gradient this is then, without a copy in compiled code. And dy summed over the channels of
-    a head, (batch, heads, tokens) float32.
+    whose gradient this is then, without a copy in compiled code; dy summed over the channels of a
+    head, (batch, heads, tokens) float32; and in float32, unless not asked for, that of the mixing.
     """
     from mixer.ops import keyed_kernels
 
     weights = keyed_kernels.Weights(tiles, rest, falls)
-    return keyed_kernels.grad_input(dy, y, query, key, value, weights, bias, level)
-
-
-@grad_input.register_fake
-def _(dy, y, query, key, value, bias, level, tiles, rest, falls):
-    channels = sum(x.shape[-1] for x in (query, key, value))
-    return query.new_empty((*query.shape[:2], channels)), torch.empty_like(level)
-
-
-@torch.library.custom_op("mixer::keyed_conv_grad_mixing", mutates_args=())
-def grad_mixing(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int, by_lag: bool
-) -> Tensor:
-    """The gradient of the weight, or of lags, in float32."""
-    from mixer.ops import keyed_kernels
-
+    inputs, sums = keyed_kernels.grad_input(dy, y, query, key, value, weights, bias, level)
+    if not of_mixing:
+        return inputs, sums, sums.new_empty(0)
     gradient = keyed_kernels.grad_lags if by_lag else keyed_kernels.grad_weight
-    return gradient(dy, query, key, value, level, context)
+    return inputs, sums, gradient(dy, query, key, value, level, context)
 
 
-@grad_mixing.register_fake
-def _(dy, query, key, value, level, context, by_lag):
+@gradients.register_fake
+def _(dy, y, query, key, value, bias, level, tiles, rest, falls, context, by_lag, of_mixing):
+    channels = sum(x.shape[-1] for x in (query, key, value))
     square = (context,) if by_lag else (context, context)
-    return query.new_empty((level.shape[1], 1, *square), dtype=torch.float32)
+    mixing = (level.shape[1], 1, *square) if of_mixing else (0,)
+    inputs = query.new_empty((*query.shape[:2], channels))
+    return inputs, torch.empty_like(level), level.new_empty(mixing)
 
 
 # ------------------------------------------------------------------------- their gradients
@@ -222,20 +213,15 @@ def _backward(ctx, dy, _):
         )
     if dy is None:
         return (None,) * 8
-    y, query, key, value, bias, level, *weights = ctx.saved_tensors
-    needs_mixing, needs_bias = ctx.needs_input_grad[3:5]
-    inputs, dmixing, dbias = (None, None, None), None, None
-    if any(ctx.needs_input_grad[:3]) or needs_bias:
-        parts = [x.shape[-1] for x in (query, key, value)]
-        # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
-        inputs, sums = grad_input(dy, y, query, key, value, bias, level, *weights)
-        inputs = inputs.split(parts, dim=2)
-    if needs_mixing:
-        dmixing = grad_mixing(dy, query, key, value, level, ctx.context, ctx.by_lag).to(ctx.dtype)
-    if needs_bias:  # (batch, heads, tokens) -> (heads, context)
-        dbias = torch.nn.functional.pad(sums.sum(0), (0, ctx.context - sums.shape[-1]))
-        dbias = dbias.to(ctx.dtype)
-    return *inputs, dmixing, dbias, None, None, None
+    options = (ctx.context, ctx.by_lag, ctx.needs_input_grad[3])
+    inputs, sums, dmixing = gradients(dy, *ctx.saved_tensors, *options)
+    parts = [x.shape[-1] for x in ctx.saved_tensors[1:4]]
+    # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
+    inputs = inputs.split(parts, dim=2)
+    # (batch, heads, tokens) -> (heads, context)
+    dbias = torch.nn.functional.pad(sums.sum(0), (0, ctx.context - sums.shape[-1]))
+    dmixing = dmixing.to(ctx.dtype) if ctx.needs_input_grad[3] else None
+    return *inputs, dmixing, dbias.to(ctx.dtype), None, None, None
 
 
 operator.register_autograd(_backward, setup_context=_setup_context)
