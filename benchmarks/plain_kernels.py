@@ -81,15 +81,14 @@ def grad_weight(
     x: Tensor,
     context: int,
     heads: int,
-    dtype: torch.dtype,
     with_bias: bool,
     by_lag: bool = False,
 ) -> tuple[Tensor, Tensor]:
     missing = context - x.shape[1]
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
     dy, x = split_heads(dy, heads), split_heads(x, heads)  # (heads, batch, tokens, width)
     dweight = (dy @ x.mT).sum(1, dtype=wide).tril()
     dbias = F.pad(dy.sum((1, 3), dtype=wide), (0, missing))
     dweight = F.pad(dweight, (0, missing, 0, missing))
     dweight = diagonal_sums(dweight) if by_lag else dweight
-    return dweight.to(dtype), (dbias if with_bias else dbias[0, :0].clone()).to(dtype)
+    return dweight, dbias if with_bias else dbias[0, :0].clone()

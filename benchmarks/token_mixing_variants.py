@@ -243,7 +243,7 @@ def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
     heads = data.shape.heads
 
     def ours(s):
-        return data.kernels.grad_weight(s.dy, s.x, s.x.shape[1], heads, torch.float32, False)[0]
+        return data.kernels.grad_weight(s.dy, s.x, s.x.shape[1], heads, False)[0]
 
     def conv(s):
         return conv_backward(s, s.x, heads, (False, True, False))[1]

@@ -106,8 +106,8 @@ def _backward(ctx, dy, _):
     dx = grad_input(dy, packed, ctx.by_lag) if needs_x else None
     dweight = dbias = None
     if needs_weight or needs_bias:
-        sizes = (ctx.context, ctx.heads, ctx.weight_dtype)
-        dweight, dbias = grad_weight(dy, x, *sizes, needs_bias, ctx.by_lag)
+        found = grad_weight(dy, x, ctx.context, ctx.heads, needs_bias, ctx.by_lag)
+        dweight, dbias = (gradient.to(ctx.weight_dtype) for gradient in found)
     dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
     return dx, dweight, dbias, dy if needs_residual else None
 
@@ -182,16 +182,15 @@ def grad_weight(
     x: Tensor,
     context: int,
     heads: int,
-    dtype: torch.dtype,
     with_bias: bool,
     by_lag: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """dweight (heads, context, context), by lag (heads, context), and dbias (heads, context), or
-    (0,) without bias, all in `dtype`.
+    (0,) without bias, in fp32.
 
     Exact zeros above the diagonal and beyond `tokens`.
     """
-    dweight, dbias = empty_gradients(dy, x, context, heads, dtype, with_bias, by_lag)
+    dweight, dbias = empty_gradients(dy, x, context, heads, with_bias, by_lag)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
     given = {"dy": rows(dy), "x": rows(x), "dweight": dweight}
@@ -205,9 +204,10 @@ def grad_weight(
 
 
 @grad_weight.register_fake
-def empty_gradients(dy, x, context, heads, dtype, with_bias, by_lag=False):
-    dweight = x.new_empty((heads, context) if by_lag else (heads, context, context), dtype=dtype)
-    return dweight, x.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
+def empty_gradients(dy, x, context, heads, with_bias, by_lag=False):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dweight = x.new_empty((heads, context) if by_lag else (heads, context, context), dtype=wide)
+    return dweight, x.new_empty((heads, context) if with_bias else (0,), dtype=wide)
 
 
 # ------------------------------------------------------------------------- the arguments

@@ -153,7 +153,7 @@ def test_opcheck_of_the_operators(by_lag):
     packed = cuda.one_tap(x, weight, bias, residual)[1].detach()
     dy = torch.randn_like(x)
     torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_input.default, (dy, packed, by_lag))
-    arguments = (dy, x.detach(), 12, 2, torch.float32, True, by_lag)
+    arguments = (dy, x.detach(), 12, 2, True, by_lag)
     torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_weight.default, arguments)
 
 

@@ -225,7 +225,7 @@ def test_empty_batch_gives_zero_gradients():
         == (0, 5, 8)
     )
     for by_lag in (False, True):
-        dweight, dbias = cuda.grad_weight(empty, empty, 6, 2, torch.float32, True, by_lag)
+        dweight, dbias = cuda.grad_weight(empty, empty, 6, 2, True, by_lag)
         assert (dweight == 0).all() and (dbias == 0).all()
 
 
@@ -286,7 +286,7 @@ def test_a_row_that_is_nan_stays_in_its_row(kernels, pretend):
     pretend(kernels)
     x, *_, dy = make(129, 64, 2, 2, 1, torch.float16)
     dy[:, :5] = math.nan
-    dweight, dbias = cuda.grad_weight(dy, x, 199, 2, torch.float32, True)
+    dweight, dbias = cuda.grad_weight(dy, x, 199, 2, True)
     assert (dweight.triu(1) == 0).all() and (dweight[:, 129:] == 0).all()
     assert (dbias[:, 129:] == 0).all()
     assert dweight[:, 5:].isfinite().all() and dbias[:, 5:].isfinite().all()
@@ -330,7 +330,7 @@ def test_graph_replay_computes_anew(kernels, by_lag, pretend):
         return (
             cuda.forward(x, packed, bias, residual, by_lag),
             cuda.grad_input(dy, packed, by_lag),
-            *cuda.grad_weight(dy, x, 1000, 2, torch.float32, True, by_lag),
+            *cuda.grad_weight(dy, x, 1000, 2, True, by_lag),
         )
 
     graph = torch.cuda.CUDAGraph()

@@ -260,19 +260,15 @@ constexpr int kFinishVector = 4;  // columns per thread
 constexpr int kFinishRows = 4;    // rows per thread, so that many reads are in flight at once
 
 // Writes the part of the vector that lies left of `context`.
-template <typename Gradient>
-__device__ __forceinline__ void store_vector(Gradient* row, int column, int context,
+__device__ __forceinline__ void store_vector(float* row, int column, int context,
                                              const float (&value)[kFinishVector]) {
-  struct alignas(kFinishVector * sizeof(Gradient)) Vector { Gradient value[kFinishVector]; };
-  Vector vector;
-#pragma unroll
-  for (int i = 0; i < kFinishVector; ++i) vector.value[i] = Gradient(value[i]);
   if (context % kFinishVector == 0) {
-    *reinterpret_cast<Vector*>(row + column) = vector;
+    *reinterpret_cast<float4*>(row + column) =
+        make_float4(value[0], value[1], value[2], value[3]);
   } else {
 #pragma unroll
     for (int i = 0; i < kFinishVector; ++i) {
-      if (column + i < context) row[column + i] = vector.value[i];
+      if (column + i < context) row[column + i] = value[i];
     }
   }
 }
@@ -281,8 +277,7 @@ __device__ __forceinline__ void store_vector(Gradient* row, int column, int cont
 constexpr int kBlockRows = kFinishRows * kFinishThreads * kFinishVector / kTile;
 
 // Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads.
-template <typename Gradient>
-__global__ void __launch_bounds__(kFinishThreads)
+static __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const TriangularConvParams params, int splits) {
   constexpr int kAcross = kTile / kFinishVector, kDown = kFinishThreads / kAcross;  // threads
   static_assert(kTile % kBlockRows == 0, "a block's rows are of one tile");
@@ -323,8 +318,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     for (int c = 0; c < kFinishVector; ++c) {
       if (column + c > row || row >= params.tokens) value[i][c] = 0.0f;
     }
-    Gradient* const gradient =
-        static_cast<Gradient*>(params.dweight) + (head * params.context + row) * params.context;
+    float* const gradient = params.dweight + (head * params.context + row) * params.context;
     store_vector(gradient, column, params.context, value[i]);
   }
 }
@@ -332,10 +326,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 inline cudaError_t finish(const TriangularConvParams& params, int splits) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
                          ceil_div(params.context, kBlockRows);
-  return with_dtype(params.weight_dtype, [&](auto gradient) {
-    return launch(params, finish_kernel<decltype(gradient)>, blocks, kFinishThreads, 0, params,
-                  splits);
-  });
+  return launch(params, finish_kernel, blocks, kFinishThreads, 0, params, splits);
 }
 
 // -------------------------------------------------------------------------------------------------
