@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import choice, cuda, plain
-from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
+from mixer.ops.choice import check_backend, in_autocast_dtype, require
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS, turn
 from mixer.ops.row_operator import mix_row
@@ -91,15 +91,12 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
         and given.dtype in (x.dtype, torch.float32)
         and (bias is None or bias.shape == (heads, context) and bias.dtype == given.dtype)
         and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
-        and on_one_device(x, given, bias, residual)
     )
-    if not fits:
-        tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
-        raise misfit(
-            "triangular_conv",
-            tensors,
-            "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
-            "heads; either weight (heads, kernel_size, context, context) or lags (heads, "
-            "kernel_size, context) with context >= tokens, of x's dtype or float32; bias (heads, "
-            "context) of their dtype or None; residual as x or None",
-        )
+    allowed = (
+        "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
+        "heads; either weight (heads, kernel_size, context, context) or lags (heads, kernel_size, "
+        "context) with context >= tokens, of x's dtype or float32; bias (heads, context) of their "
+        "dtype or None; residual as x or None"
+    )
+    tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
+    require(fits, "triangular_conv", allowed, **tensors)

@@ -35,21 +35,22 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
 
 
-def misfit(operator: str, given: dict[str, Tensor | None], allowed: str) -> ValueError:
-    """The error for tensors that do not fit together, for which kernels would read and write out of
-    bounds.
+def require(fits: bool, operator: str, allowed: str, **given: Tensor | None) -> None:
+    """Raises ValueError for tensors that do not fit together or are on several devices: kernels
+    would read and write out of bounds.
     """
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if fits and on_one_device(*tensors.values()):
+        return
     described = ", ".join(
         f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        for name, tensor in given.items()
-        if tensor is not None
+        for name, tensor in tensors.items()
     )
-    return ValueError(f"{operator} got {described}; they must be on one device: {allowed}")
+    raise ValueError(f"{operator} got {described}; they must be on one device: {allowed}")
 
 
-def on_one_device(*tensors: Tensor | None) -> bool:
-    device = tensors[0].device
-    return all(tensor is None or tensor.device == device for tensor in tensors)
+def on_one_device(*tensors: Tensor) -> bool:
+    return all(tensor.device == tensors[0].device for tensor in tensors)
 
 
 @functools.cache

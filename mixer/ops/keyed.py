@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import cuda, plain
-from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device, warn_once
+from mixer.ops.choice import check_backend, in_autocast_dtype, require, warn_once
 from mixer.ops.strips import weights_of
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
@@ -96,18 +96,15 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
         and query.dtype == key.dtype == value.dtype
         and mixing.dtype == bias.dtype
         and mixing.dtype in (query.dtype, torch.float32)
-        and on_one_device(query, key, value, mixing, bias, decay)
     )
-    if not fits:
-        given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
-        raise misfit(
-            "keyed_conv",
-            given | {"decay": decay, "bias": bias},
-            "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, "
-            "channels) of one dtype; either weight (heads, 1, context, context) or lags (heads, 1, "
-            "context) with context >= tokens, and bias (heads, context), both of that dtype or "
-            "float32; with lags also decay (heads,)",
-        )
+    allowed = (
+        "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, channels) "
+        "of one dtype; either weight (heads, 1, context, context) or lags (heads, 1, context) with "
+        "context >= tokens, and bias (heads, context), both of that dtype or float32; with lags "
+        "also decay (heads,)"
+    )
+    given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
+    require(fits, "keyed_conv", allowed, **given, decay=decay, bias=bias)
 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants

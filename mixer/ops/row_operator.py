@@ -85,7 +85,7 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
         and positions.shape in ((1, 1), (batch, 1))
         and memory.stride()[2:] == (width, 1)
         and width * x.element_size() % 16 == 0
-        and on_one_device(memory, x, weight, bias, residual, positions)
+        and on_one_device(x, memory, weight, bias, positions, x if residual is None else residual)
     )
     return fits and device_reason(x.device.index) is None
 

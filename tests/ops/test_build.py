@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import kernel_ladder
 import pytest
 import torch
 from launching import start_python
@@ -86,6 +87,19 @@ def test_kernels_compile_for_hopper_with_its_own_instructions_and_without_spills
 def test_kernels_compile_for_older_gpus_without_spills(architecture):
     """8.6 and 8.9 get the same PTX as 8.0, and as many registers."""
     assert_whole_without_spills(build.library(architecture).with_name(build.LOG).read_text())
+
+
+@needs_nvcc
+def test_the_ladder_compiles_for_hopper_without_spills(tmp_path):
+    """The versions in dev/cuda: each fits its registers, and no wgmma waits for the one before."""
+    flags = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-cubin"]
+    nvcc, target = build.find_nvcc(), tmp_path / "ladder.cubin"
+    log = build.run_nvcc(nvcc, *flags, kernel_ladder.SOURCE, "-o", target)
+    spills = spills_of(log)
+    for version in ("naive", "shared", "register", "mma", "pipelined", "hopper"):
+        assert any(f"{version}_kernel" in name for name in spills), version
+    assert not any(spills.values()), spills
+    assert "serialized" not in log
 
 
 def assert_whole_without_spills(log: str, hopper: int = 0) -> None:
