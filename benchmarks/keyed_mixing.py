@@ -15,7 +15,7 @@ from timing import interleaved
 from torch import Tensor
 
 from mixer.common.errors import UserError, run_command
-from mixer.ops import choice, keyed_conv, plain, triangular_conv
+from mixer.ops import keyed, keyed_conv, plain, triangular_conv
 from mixer.ops.choice import difference
 
 DEVICE = "cuda"
@@ -48,11 +48,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     options = parser.parse_args()
     context, *sizes = SHAPES[0]
-    reason = choice.keyed_unavailable_reason(
-        torch.device(DEVICE, 0), torch.bfloat16, *sizes, context
-    )
-    if reason:
-        raise UserError(f"nothing to measure: {reason}")
+    if not keyed.kernels_serve(torch.device(DEVICE, 0), torch.bfloat16, *sizes, context):
+        raise UserError("nothing to measure: this GPU does not run the kernels of keyed mixing")
     result = measured_by(options) | {"rows": []}
     for shape in SHAPES:
         result["rows"] += rows(*shape)

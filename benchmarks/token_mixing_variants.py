@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+import plain_kernels
 import torch
 import torch.nn.functional as F
 from dense_mixing import dense_mixing
 from torch import Tensor, nn
 
-from mixer.ops import operator, triangular_conv
+from mixer.ops import cuda, triangular_conv
 
 PANELS = (2, 4, 8, 16)
 MIN_PANEL_ROWS = 16
@@ -46,7 +47,7 @@ class Shape:
 
     @property
     def arithmetic(self) -> str:
-        """Key of the ceiling that holds for this case. The kernels round fp32 factors to tf32."""
+        """Key of the ceiling that holds for this case."""
         return "tf32" if self.dtype == "float32" else self.dtype
 
     @property
@@ -70,7 +71,7 @@ class Data:
 
     def __init__(self, shape: Shape, device: str):
         self.shape, self.device = shape, device
-        self.kernels = operator.cuda  # or what stands in their place
+        self.kernels = cuda if device == "cuda" else plain_kernels
         cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
         weight_bytes = shape.heads * shape.tokens**2 * shape.torch_dtype.itemsize
         count = max(2, 3 * cache // (shape.activation_bytes + weight_bytes) + 1)
@@ -242,7 +243,7 @@ def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
     heads = data.shape.heads
 
     def ours(s):
-        return data.kernels.grad_weight(s.dy, s.x, s.x.shape[1], heads, torch.float32, False)[0]
+        return data.kernels.grad_weight(s.dy, s.x, s.x.shape[1], heads, False)[0]
 
     def conv(s):
         return conv_backward(s, s.x, heads, (False, True, False))[1]

@@ -5,8 +5,8 @@
 import torch
 from torch import Tensor
 
-from mixer.ops import choice, operator, plain
-from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
+from mixer.ops import choice, cuda, plain
+from mixer.ops.choice import check_backend, in_autocast_dtype, require
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS, turn
 from mixer.ops.row_operator import mix_row
@@ -49,9 +49,8 @@ def triangular_conv(
         lags: (heads, kernel_size, context), x's dtype or fp32, for a weight by lag.
         bias: (heads, context) in the weight's (or the lags') dtype, or None.
         residual: as x, or None.
-        backend: "cuda" (our kernels: bf16, fp16, and fp32 as TF32 where torch allows it), "dense"
-            (the masked-weight matmul in plain PyTorch), or "auto": cuda where it can run, else
-            dense.
+        backend: "cuda" (our kernels: bf16 and fp16), "dense" (the masked-weight matmul in plain
+            PyTorch), or "auto": cuda where it can run, else dense.
 
     Returns:
         y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are
@@ -71,7 +70,7 @@ def triangular_conv(
     _check(x, weight, lags, bias, residual, backend)
     given = weight if lags is None else lags
     if choice.kernels_take(backend, x, given.shape[0]):
-        return operator.triangular_conv(x, given, bias, residual)
+        return cuda.triangular_conv(x, given, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
 
@@ -92,15 +91,12 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
         and given.dtype in (x.dtype, torch.float32)
         and (bias is None or bias.shape == (heads, context) and bias.dtype == given.dtype)
         and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
-        and on_one_device(x, given, bias, residual)
     )
-    if not fits:
-        tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
-        raise misfit(
-            "triangular_conv",
-            tensors,
-            "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
-            "heads; either weight (heads, kernel_size, context, context) or lags (heads, "
-            "kernel_size, context) with context >= tokens, of x's dtype or float32; bias (heads, "
-            "context) of their dtype or None; residual as x or None",
-        )
+    allowed = (
+        "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
+        "heads; either weight (heads, kernel_size, context, context) or lags (heads, kernel_size, "
+        "context) with context >= tokens, of x's dtype or float32; bias (heads, context) of their "
+        "dtype or None; residual as x or None"
+    )
+    tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
+    require(fits, "triangular_conv", allowed, **tensors)

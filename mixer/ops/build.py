@@ -14,12 +14,11 @@ import hashlib
 import importlib.util
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -43,8 +42,7 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY
     if rebuild or not path.exists():
-        nvcc = find_nvcc()
-        flags = [*COMPILE_FLAGS, *architecture_flags(nvcc, capability)]
+        flags, nvcc = architecture_flags(capability), find_nvcc()
         with whole_directory(directory) as stage:
             if rebuild or not path.exists():  # no other process has built it meanwhile
                 build(stage, sources, nvcc, flags)
@@ -55,19 +53,21 @@ def cache_directory() -> Path:
     """The cache, made (mode 0700) if it is not there. Raises UserError where others could put a
     library there, since loading it runs their code.
     """
-    another = "`export MIXER_CACHE=/a/directory/of/yours`"
     try:
         directory = cache_home() / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(
+                f"{directory} belongs to user {status.st_uid} and has mode "
+                f"{status.st_mode & 0o777:o}; it must be yours, and writable for you alone: `chmod "
+                f"700 {shlex.quote(str(directory))}`"
+            )
     except (OSError, RuntimeError) as error:  # a user in a container may have no home
-        raise UserError(f"there is no cache for the kernels ({error}): {another}.") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UserError(
-            f"{directory} belongs to user {status.st_uid} and has mode {status.st_mode & 0o777:o}; "
-            "a library is loaded from there as code, so it must be yours, and writable for you "
-            f"alone: `chmod 700 {shlex.quote(str(directory))}`, or {another}."
-        )
+            f"there is no cache that the kernels can be loaded from ({error}). Or use another: "
+            "`export MIXER_CACHE=/a/directory/of/yours`."
+        ) from error
     return directory
 
 
@@ -86,65 +86,73 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
     print(said, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
-    work = directory / "objects"
-    work.mkdir()
-    (work / "build.ninja").write_text(ninja_file(sources, nvcc, flags))
-    command = [sys.executable, "-m", "ninja", "-C", str(work)]
+    units = [
+        unit
+        for unit in sorted(sources.glob("*.cu"))
+        if HOPPER_FLAG in flags or not unit.name.startswith("hopper")
+    ]
+    objects = [directory / f"{unit.stem}.o" for unit in units]
+
+    def compile_unit(unit: Path, made: Path) -> str:
+        return run_nvcc(nvcc, *COMPILE_FLAGS, *flags, "-c", unit, "-o", made)
+
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        log = list(compilers.map(compile_unit, units, objects))
+    # The CUDA runtime is linked in: no libcudart has to be found later. The nvcc wheel keeps it in
+    # lib, where its own profile says lib64.
+    search = f"-L{nvcc.parent.parent / 'lib'}"
+    linked = ["-shared", "-cudart=static", flags[-1], search, *objects]
+    log.append(run_nvcc(nvcc, *linked, "-o", directory / LIBRARY))
+    for made in objects:
+        made.unlink()
+    (directory / LOG).write_text("".join(log))
+
+
+def run_nvcc(nvcc: Path, *arguments: Path | str) -> str:
+    """What nvcc prints. Raises UserError if it fails."""
+    command = [nvcc, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    output = done.stdout.decode(errors="replace")
+    printed = done.stdout.decode(errors="replace")
     if done.returncode:
-        end = "\n".join(output.splitlines()[-30:])
+        end = "\n".join(printed.splitlines()[-30:])
         raise UserError(
             f"{nvcc} could not build the CUDA kernels. Its last words:\n{end}\n"
-            "Try another CUDA toolkit: `export CUDA_HOME=/path/to/cuda`."
+            "Use a CUDA toolkit that knows this GPU (for compute capability 7.0 the last is 12.9): "
+            "`export CUDA_HOME=/path/to/cuda`."
         )
-    shutil.rmtree(work)
-    (directory / LOG).write_text(output)
+    return printed
 
 
-def ninja_file(sources: Path, nvcc: Path, flags: list[str]) -> str:
-    """One object for each .cu, then the library with the CUDA runtime in it: no libcudart has to be
-    found later.
-    """
-    lines, objects = ["rule nvcc", "  command = $command"], []
-
-    def add(made: str, parts: list[str], *arguments: Path | str) -> None:
-        # Only the command has names with spaces and the like.
-        command = shlex.join(map(str, [nvcc, *arguments, "-o", made])).replace("$", "$$")
-        lines.extend([f"build {made}: nvcc {' '.join(parts)}", f"  command = {command}"])
-
-    for unit in sorted(sources.glob("*.cu")):
-        if HOPPER_FLAG in flags or not unit.name.startswith("hopper"):
-            objects.append(f"{unit.stem}.o")
-            add(objects[-1], [], *flags, "-c", unit)
-    # The nvcc wheel keeps its runtime in lib, where its own profile says lib64.
-    lib = nvcc.parent.parent / "lib"
-    search = [f"-L{lib}"] if (lib / "libcudart_static.a").exists() else []
-    add(f"../{LIBRARY}", objects, "-shared", "-cudart=static", flags[-1], *search, *objects)
-    return "\n".join([*lines, ""])
+def architecture_flags(capability: tuple[int, int]) -> list[str]:
+    """The flags for one GPU, -gencode last. Raises UserError for a GPU that is too old."""
+    if capability < (7, 0):
+        raise UserError(
+            "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
+            f"{dotted(capability)}. Use `model.mixing_backend=dense`."
+        )
+    digits = f"{capability[0]}{capability[1]}"
+    if capability == (9, 0):
+        # 9.0a: Hopper's own instructions (wgmma, TMA), which plain sm_90 leaves out.
+        return [HOPPER_FLAG, "-gencode=arch=compute_90a,code=sm_90a"]
+    return [f"-gencode=arch=compute_{digits},code=sm_{digits}"]
 
 
 # ------------------------------------------------------------------------- nvcc
 
 
-def nvcc_candidates() -> Iterator[Path]:
-    """Where an nvcc may be, in the order in which we take it."""
-    if home := os.environ.get("CUDA_HOME"):
-        yield Path(home) / "bin" / "nvcc"
-    if found := shutil.which("nvcc"):
-        yield Path(found)
+def find_nvcc() -> Path:
+    """The nvcc of $CUDA_HOME, $PATH, a wheel or /usr/local/cuda, the first that there is. Raises
+    UserError where there is none.
+    """
+    home, in_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
+    places = ([f"{home}/bin/nvcc"] if home else []) + ([in_path] if in_path else [])
     # A namespace package: one location for each site-packages.
     wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
-        yield Path(folder) / "cu13" / "bin" / "nvcc"
-        yield Path(folder) / "cuda_nvcc" / "bin" / "nvcc"  # of CUDA 12
-    yield Path("/usr/local/cuda/bin/nvcc")
-
-
-def find_nvcc() -> Path:
-    """The first nvcc that there is. Raises UserError where there is none."""
-    path = next((path for path in nvcc_candidates() if os.access(path, os.X_OK)), None)
-    if path is None:
+        places += [f"{folder}/cu13/bin/nvcc", f"{folder}/cuda_nvcc/bin/nvcc"]  # of CUDA 13 and 12
+    places.append("/usr/local/cuda/bin/nvcc")
+    found = next((Path(place) for place in places if os.access(place, os.X_OK)), None)
+    if found is None:
         raise UserError(
             "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "
             "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc "
@@ -152,39 +160,7 @@ def find_nvcc() -> Path:
         )
     # nvcc looks for its headers beside the path that it is called by, even if that is a link. A
     # link to ccache must stay: its name says what ccache is to run.
-    return path.resolve() if path.resolve().name.startswith("nvcc") else path
-
-
-def architecture_flags(nvcc: Path, capability: tuple[int, int]) -> list[str]:
-    """The flags for one GPU, -gencode last. A GPU newer than nvcc gets PTX of the newest
-    architecture nvcc knows. Raises UserError where nvcc does not work, or not for this GPU.
-    """
-    wanted = capability[0] * 10 + capability[1]
-    if wanted < 70:
-        raise UserError(
-            "the CUDA kernels need compute capability 7.0 or newer; this GPU has "
-            f"{dotted(capability)}. Use `model.mixing_backend=dense`."
-        )
-    try:
-        command = [nvcc, "--list-gpu-arch"]
-        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(
-            f"{nvcc} is broken or too old ({error}). Point CUDA_HOME at a CUDA toolkit."
-        ) from error
-    known = [int(name) for name in re.findall(r"compute_(\d+)\b", listed) if int(name) <= wanted]
-    if not known:
-        raise UserError(
-            f"{nvcc} no longer compiles for compute capability {dotted(capability)}. Install CUDA "
-            "12.x (12.9 is the last that knows 7.0) and point CUDA_HOME at it, e.g. `export "
-            "CUDA_HOME=/usr/local/cuda-12.9`."
-        )
-    if max(known) != wanted:
-        return [f"-gencode=arch=compute_{max(known)},code=compute_{max(known)}"]
-    if wanted == 90:
-        # 9.0a: Hopper's own instructions (wgmma, TMA), which plain sm_90 leaves out.
-        return [HOPPER_FLAG, "-gencode=arch=compute_90a,code=sm_90a"]
-    return [f"-gencode=arch=compute_{wanted},code=sm_{wanted}"]
+    return found.resolve() if found.resolve().name.startswith("nvcc") else found
 
 
 def dotted(version: tuple[int, int]) -> str:

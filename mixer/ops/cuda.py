@@ -1,8 +1,9 @@
-"""Calls the CUDA kernels of `csrc` through ctypes: backend `cuda` of the triangular convolution.
+"""Backend `cuda` of the triangular convolution: the operator `mixer::triangular_conv` and its
+autograd formula, and the CUDA kernels of `csrc`, called through ctypes.
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
 then in, or by lag (heads, context); bias (heads, context); packed (heads, rows, columns). x, dy and
-packed are fp16, bf16, or fp32, which products round to tf32; sums are fp32.
+packed are fp16 or bf16, and sums fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
@@ -14,6 +15,8 @@ import functools
 
 import torch
 from torch import Tensor
+
+from mixer.ops.plain import shift_channels, tap_shift
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
@@ -42,12 +45,82 @@ class Params(ctypes.Structure):
     )
 
 
-# ------------------------------------------------------------------------- the four functions
+# ------------------------------------------------------------------------- the operator
+
+
+def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
+    """y, given a weight (heads, taps, context, context) or by lag (heads, taps, context). The
+    kernels have one tap; several are a sum of calls.
+    """
+    heads, taps = weight.shape[:2]
+    if taps == 1:
+        return one_tap(x, weight.squeeze(1), bias, residual)[0]
+    parts = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
+    y = residual
+    for tap, part in enumerate(weight.unbind(1)):
+        shifted = shift_channels(parts, tap_shift(tap, taps)).flatten(2)
+        y = one_tap(shifted, part, bias if tap == 0 else None, y)[0]
+    return y
+
+
+@torch.library.custom_op("mixer::triangular_conv", mutates_args=())
+def one_tap(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y and the packed weight (masked, cast, padded), which is made once and kept for backward."""
+    packed = pack(weight, x.shape[1], x.dtype)
+    return forward(x, packed, bias, residual, weight.dim() == 2), packed
+
+
+@one_tap.register_fake
+def _(x, weight, bias, residual):
+    packed = x.new_empty(packed_shape(weight.shape[0], x.shape[1], weight.dim() == 2))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), packed
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, _, _ = inputs
+    _, packed = output
+    ctx.mark_non_differentiable(packed)
+    ctx.set_materialize_grads(False)
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    # Nothing is kept that no gradient will ask for.
+    ctx.save_for_backward(x if needs_weight or needs_bias else None, packed if needs_x else None)
+    ctx.heads, ctx.context = weight.shape[:2]
+    ctx.weight_dtype, ctx.by_lag = weight.dtype, weight.dim() == 2
+
+
+def _backward(ctx, dy, _):
+    # Under create_graph=True. torch's own once_differentiable refuses too little:
+    # torch.autograd.grad with respect to an argument goes round its error, and leaves out terms of
+    # a Hessian without a word.
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "second derivatives of triangular_conv are there with backend 'dense' alone: use it "
+            "here (for a model, load it with mixing_backend='dense')"
+        )
+    if dy is None:
+        return None, None, None, None
+    x, packed = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad
+    dx = grad_input(dy, packed, ctx.by_lag) if needs_x else None
+    dweight = dbias = None
+    if needs_weight or needs_bias:
+        found = grad_weight(dy, x, ctx.context, ctx.heads, needs_bias, ctx.by_lag)
+        dweight, dbias = (gradient.to(ctx.weight_dtype) for gradient in found)
+    dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
+    return dx, dweight, dbias, dy if needs_residual else None
+
+
+one_tap.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ------------------------------------------------------------------------- the kernels
 
 
 def packed_shape(heads: int, tokens: int, by_lag: bool) -> tuple[int, int, int]:
-    """(heads, tokens, tokens rounded up to 8), so that every row of a 16-bit weight starts on 16
-    bytes; by lag the shape of a strip (csrc/params.h).
+    """(heads, tokens, tokens rounded up to 8), so that every row starts on 16 bytes; by lag the
+    shape of a strip (csrc/params.h).
     """
     if by_lag:
         return heads, STRIP_ROWS, lag_zero(tokens) + STRIP_ROWS
@@ -65,13 +138,10 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
     The strictly upper triangle of `weight` is not read.
     """
-    weight = weight.contiguous()
-    (heads, context), by_lag = weight.shape[:2], weight.dim() == 2
+    weight, heads, by_lag = weight.contiguous(), len(weight), weight.dim() == 2
     packed = weight.new_empty(packed_shape(heads, tokens, by_lag), dtype=dtype)
-    params = new_params(packed, heads, (0, tokens, 0), by_lag)
-    params.weight, params.packed = weight.data_ptr(), packed.data_ptr()
-    params.context, params.weight_dtype = context, DTYPE_CODES[weight.dtype]
-    call("mixer_pack", params)
+    given = {"weight": weight, "packed": packed}
+    call("mixer_pack", params_of(packed, (0, tokens, 0), heads, by_lag, **given))
     return packed
 
 
@@ -83,66 +153,61 @@ def forward(
     by_lag: bool = False,
 ) -> Tensor:
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
-    x = rows(x)
+    given = {"x": rows(x), "residual": residual if residual is None else rows(residual)}
+    given |= {"packed": packed, "bias": bias if bias is None else bias.contiguous()}
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = new_params(x, len(packed), x.shape, by_lag)
-    params.packed, params.y = packed.data_ptr(), y.data_ptr()
-    give_rows(params, "x", x)
-    if bias is not None:
-        bias = bias.contiguous()
-        params.bias, params.weight_dtype = bias.data_ptr(), DTYPE_CODES[bias.dtype]
-        params.context = bias.shape[1]
-    if residual is not None:
-        residual = rows(residual)
-        give_rows(params, "residual", residual)
     if y.numel():
-        call("mixer_forward", params)
+        call("mixer_forward", params_of(x, x.shape, len(packed), by_lag, y=y, **given))
     return y
 
 
+@torch.library.custom_op("mixer::triangular_conv_grad_input", mutates_args=())
 def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
-    dy = rows(dy)
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    params = new_params(dy, len(packed), dy.shape, by_lag)
-    params.packed, params.dx = packed.data_ptr(), dx.data_ptr()
-    give_rows(params, "dy", dy)
+    given = {"dy": rows(dy), "packed": packed}
     if dx.numel():
-        call("mixer_grad_input", params)
+        call("mixer_grad_input", params_of(dy, dy.shape, len(packed), by_lag, dx=dx, **given))
     return dx
 
 
+@grad_input.register_fake
+def _(dy, packed, by_lag=False):
+    return torch.empty_like(dy, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
 def grad_weight(
     dy: Tensor,
     x: Tensor,
     context: int,
     heads: int,
-    dtype: torch.dtype,
     with_bias: bool,
     by_lag: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """dweight (heads, context, context), by lag (heads, context), and dbias (heads, context), or
-    (0,) without bias, all in `dtype`.
+    (0,) without bias, in fp32.
 
     Exact zeros above the diagonal and beyond `tokens`.
     """
-    dy, x = rows(dy), rows(x)
-    shape = (heads, context) if by_lag else (heads, context, context)
-    dweight = x.new_empty(shape, dtype=dtype)
-    dbias = x.new_empty((heads, context) if with_bias else (0,), dtype=dtype)
+    dweight, dbias = empty_gradients(dy, x, context, heads, with_bias, by_lag)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
-    params = new_params(x, heads, x.shape, by_lag)
-    give_rows(params, "x", x)
-    give_rows(params, "dy", dy)
-    params.dweight = dweight.data_ptr()
-    params.dbias = dbias.data_ptr() if with_bias else None
-    params.context, params.weight_dtype = context, DTYPE_CODES[dtype]
+    given = {"dy": rows(dy), "x": rows(x), "dweight": dweight}
+    given |= {"dbias": dbias if with_bias else None}
+    params = params_of(x, x.shape, heads, by_lag, **given)
     size = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
     workspace = x.new_empty(size, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     call("mixer_grad_weight", params)
     return dweight, dbias
+
+
+@grad_weight.register_fake
+def empty_gradients(dy, x, context, heads, with_bias, by_lag=False):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dweight = x.new_empty((heads, context) if by_lag else (heads, context, context), dtype=wide)
+    return dweight, x.new_empty((heads, context) if with_bias else (0,), dtype=wide)
 
 
 # ------------------------------------------------------------------------- the arguments
@@ -164,9 +229,15 @@ def rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def new_params(like: Tensor, heads: int, shape: tuple[int, int, int], by_lag: bool) -> Params:
-    """What all calls have: the type and device of `like`, and the shape of x. The caller adds
-    addresses, the weight's dtype, and the context if it is longer than the tokens.
+def params_of(
+    like: Tensor,
+    shape: tuple[int, int, int],
+    heads: int,
+    by_lag: bool = False,
+    **tensors: Tensor | None,
+) -> Params:
+    """The structure for x of this shape, with the type and device of `like`, and with the addresses
+    and strides of tensors under their names.
     """
     batch, tokens, channels = shape
     params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)
@@ -174,15 +245,17 @@ def new_params(like: Tensor, heads: int, shape: tuple[int, int, int], by_lag: bo
     params.lag_zero = lag_zero(tokens) if by_lag else 0
     params.dtype, params.device = DTYPE_CODES[like.dtype], like.get_device()
     params.capability, params.processors = device_facts(params.device)
+    params.tensors = tensors  # copies among them live as long as their addresses
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        setattr(params, name, tensor.data_ptr())
+        if name in ("x", "residual", "dy"):
+            setattr(params, f"{name}_batch_stride", tensor.stride(0))
+            setattr(params, f"{name}_token_stride", tensor.stride(1))
+        elif name in ("weight", "bias", "dweight"):
+            params.context, params.weight_dtype = tensor.shape[-1], DTYPE_CODES[tensor.dtype]
     return params
-
-
-def give_rows(params: Params, name: str, x: Tensor) -> None:
-    """The address and the strides of x, residual or dy."""
-    batch_stride, token_stride, _ = x.stride()
-    setattr(params, name, x.data_ptr())
-    setattr(params, f"{name}_batch_stride", batch_stride)
-    setattr(params, f"{name}_token_stride", token_stride)
 
 
 @functools.cache
@@ -190,17 +263,6 @@ def device_facts(index: int) -> tuple[int, int]:
     """(10 * major + minor of the compute capability, multiprocessors) of a device."""
     properties = torch.cuda.get_device_properties(index)
     return properties.major * 10 + properties.minor, properties.multi_processor_count
-
-
-def allows_tf32() -> bool:
-    """Whether torch may round the factors of fp32 products to tf32
-    (torch.set_float32_matmul_precision).
-    """
-    matmul = torch.backends.cuda.matmul
-    # torch 2.9 has a new name for it and, once that is set, an error for the old one.
-    if hasattr(matmul, "fp32_precision"):
-        return matmul.fp32_precision == "tf32"
-    return matmul.allow_tf32
 
 
 # ------------------------------------------------------------------------- the library

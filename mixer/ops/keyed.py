@@ -4,14 +4,19 @@ The kernels are in keyed_kernels.py. Where they cannot serve, and where nobody h
 same is done in plain PyTorch, which autograd and torch.compile see through.
 """
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
-from mixer.ops import choice, plain
-from mixer.ops.choice import check_backend, in_autocast_dtype, misfit, on_one_device
+from mixer.ops import cuda, plain
+from mixer.ops.choice import check_backend, in_autocast_dtype, require, warn_once
 from mixer.ops.strips import weights_of
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+SIZES = (16, 32, 64, 128)  # of a key, and of a value: numbers of each in a head
+MOST_CONTEXT = 1 << 15  # the kernels count places in one head's weights in 32 bits
 
 
 def keyed_conv(
@@ -64,7 +69,7 @@ def keyed_conv(
     _check(query, key, value, weight, bias, lags, decay, backend)
     heads, context = bias.shape
     sizes = (query.shape[-1] // heads, value.shape[-1] // heads, context)
-    if backend != "dense" and choice.keyed_kernels_serve(query.device, query.dtype, *sizes):
+    if backend != "dense" and kernels_serve(query.device, query.dtype, *sizes):
         mixing = weight if lags is None else lags
         weights = weights_of(mixing, decay, query.shape[1], query.dtype)
         return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
@@ -91,18 +96,43 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
         and query.dtype == key.dtype == value.dtype
         and mixing.dtype == bias.dtype
         and mixing.dtype in (query.dtype, torch.float32)
-        and on_one_device(query, key, value, mixing, bias, decay)
     )
-    if not fits:
-        given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
-        raise misfit(
-            "keyed_conv",
-            given | {"decay": decay, "bias": bias},
-            "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, "
-            "channels) of one dtype; either weight (heads, 1, context, context) or lags (heads, 1, "
-            "context) with context >= tokens, and bias (heads, context), both of that dtype or "
-            "float32; with lags also decay (heads,)",
+    allowed = (
+        "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, channels) "
+        "of one dtype; either weight (heads, 1, context, context) or lags (heads, 1, context) with "
+        "context >= tokens, and bias (heads, context), both of that dtype or float32; with lags "
+        "also decay (heads,)"
+    )
+    given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
+    require(fits, "keyed_conv", allowed, **given, decay=decay, bias=bias)
+
+
+@torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
+def kernels_serve(
+    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
+) -> bool:
+    """Whether the kernels can take keys of `key` numbers and values of `value` in each head. Where
+    they cannot take a GPU tensor, the log says so, once.
+    """
+    if device.type != "cuda":
+        return False
+    serve = (
+        torch.version.hip is None
+        and HAS_TRITON
+        and cuda.device_facts(device.index)[0] >= 80
+        and dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and key in SIZES
+        and value in SIZES
+        and context <= MOST_CONTEXT
+    )
+    if not serve:
+        warn_once(
+            f"keyed mixing goes without kernels for {dtype}, keys of {key} and values of {value} "
+            f"numbers in a head, and a context of {context}; they take float32, float16 and "
+            f"bfloat16, {', '.join(map(str, SIZES))} numbers and contexts up to {MOST_CONTEXT}, on "
+            "NVIDIA GPUs of compute capability 8.0 or newer with Triton (`pip install triton`)"
         )
+    return serve
 
 
 # ------------------------------------------------------------------------- the operators
@@ -129,42 +159,33 @@ def _(query, key, value, mixing, bias, tiles, rest, falls):
     return y, query.new_empty(means, dtype=torch.float32)
 
 
-@torch.library.custom_op("mixer::keyed_conv_grad_input", mutates_args=())
-def grad_input(
+@torch.library.custom_op("mixer::keyed_conv_gradients", mutates_args=())
+def gradients(
     dy: Tensor, y: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, level: Tensor,
     tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    context: int, by_lag: bool, of_mixing: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value side by side: they are mostly parts of one projection,
-    whose gradient this is then, without a copy in compiled code. And dy summed over the channels of
-    a head, (batch, heads, tokens) float32.
+    whose gradient this is then, without a copy in compiled code; dy summed over the channels of a
+    head, (batch, heads, tokens) float32; and in float32, unless not asked for, that of the mixing.
     """
     from mixer.ops import keyed_kernels
 
     weights = keyed_kernels.Weights(tiles, rest, falls)
-    return keyed_kernels.grad_input(dy, y, query, key, value, weights, bias, level)
-
-
-@grad_input.register_fake
-def _(dy, y, query, key, value, bias, level, tiles, rest, falls):
-    channels = sum(x.shape[-1] for x in (query, key, value))
-    return query.new_empty((*query.shape[:2], channels)), torch.empty_like(level)
-
-
-@torch.library.custom_op("mixer::keyed_conv_grad_mixing", mutates_args=())
-def grad_mixing(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int, by_lag: bool
-) -> Tensor:
-    """The gradient of the weight, or of lags, in float32."""
-    from mixer.ops import keyed_kernels
-
+    inputs, sums = keyed_kernels.grad_input(dy, y, query, key, value, weights, bias, level)
+    if not of_mixing:
+        return inputs, sums, sums.new_empty(0)
     gradient = keyed_kernels.grad_lags if by_lag else keyed_kernels.grad_weight
-    return gradient(dy, query, key, value, level, context)
+    return inputs, sums, gradient(dy, query, key, value, level, context)
 
 
-@grad_mixing.register_fake
-def _(dy, query, key, value, level, context, by_lag):
+@gradients.register_fake
+def _(dy, y, query, key, value, bias, level, tiles, rest, falls, context, by_lag, of_mixing):
+    channels = sum(x.shape[-1] for x in (query, key, value))
     square = (context,) if by_lag else (context, context)
-    return query.new_empty((level.shape[1], 1, *square), dtype=torch.float32)
+    mixing = (level.shape[1], 1, *square) if of_mixing else (0,)
+    inputs = query.new_empty((*query.shape[:2], channels))
+    return inputs, torch.empty_like(level), level.new_empty(mixing)
 
 
 # ------------------------------------------------------------------------- their gradients
@@ -189,20 +210,15 @@ def _backward(ctx, dy, _):
         )
     if dy is None:
         return (None,) * 8
-    y, query, key, value, bias, level, *weights = ctx.saved_tensors
-    needs_mixing, needs_bias = ctx.needs_input_grad[3:5]
-    inputs, dmixing, dbias = (None, None, None), None, None
-    if any(ctx.needs_input_grad[:3]) or needs_bias:
-        parts = [x.shape[-1] for x in (query, key, value)]
-        # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
-        inputs, sums = grad_input(dy, y, query, key, value, bias, level, *weights)
-        inputs = inputs.split(parts, dim=2)
-    if needs_mixing:
-        dmixing = grad_mixing(dy, query, key, value, level, ctx.context, ctx.by_lag).to(ctx.dtype)
-    if needs_bias:  # (batch, heads, tokens) -> (heads, context)
-        dbias = torch.nn.functional.pad(sums.sum(0), (0, ctx.context - sums.shape[-1]))
-        dbias = dbias.to(ctx.dtype)
-    return *inputs, dmixing, dbias, None, None, None
+    options = (ctx.context, ctx.by_lag, ctx.needs_input_grad[3])
+    inputs, sums, dmixing = gradients(dy, *ctx.saved_tensors, *options)
+    parts = [x.shape[-1] for x in ctx.saved_tensors[1:4]]
+    # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
+    inputs = inputs.split(parts, dim=2)
+    # (batch, heads, tokens) -> (heads, context)
+    dbias = torch.nn.functional.pad(sums.sum(0), (0, ctx.context - sums.shape[-1]))
+    dmixing = dmixing.to(ctx.dtype) if ctx.needs_input_grad[3] else None
+    return *inputs, dmixing, dbias.to(ctx.dtype), None, None, None
 
 
 operator.register_autograd(_backward, setup_context=_setup_context)

@@ -9,8 +9,8 @@ captured in a CUDA graph. Where it cannot serve, the same is done in plain PyTor
 import torch
 from torch import Tensor
 
-from mixer.ops import choice, cuda, plain
-from mixer.ops.choice import misfit, on_one_device
+from mixer.ops import cuda, plain
+from mixer.ops.choice import device_reason, on_one_device
 
 
 def mix_row(
@@ -32,7 +32,7 @@ def mix_row(
         memory: (batch, heads, length, channels of a head), a view into preallocated memory; changed
             in place. Values after a sample's position are not used.
         x: (batch, 1, channels) in the memory's dtype.
-        weight: (heads, kernel_size, context, context), x's dtype or fp32.
+        weight: (heads, kernel_size, context, context), x's dtype or fp32; context >= length.
         bias: (heads, context), in the weight's dtype.
         residual: as x, or None.
         positions: (batch or 1, 1) int64, below length; 1 if all samples have the same. Their
@@ -43,48 +43,70 @@ def mix_row(
     Returns:
         y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
 
-    Raises:
-        ValueError: shapes, devices or the type of the positions do not fit.
-
     The kernel has no derivative: where a gradient may be asked for, under autocast, and for
-    kernel_size > 1, this is plain PyTorch.
+    kernel_size > 1, this is plain PyTorch. So it is for shapes that do not fit, with its errors.
     """
-    _check(memory, x, weight, bias, residual, positions)
     arguments = (memory, x, weight, bias, residual, positions, backend)
     # The operator is opaque to the compiler and has no derivative.
-    if torch.compiler.is_compiling() and not choice.row_needs_pytorch(*arguments[:5]):
+    if torch.compiler.is_compiling() and not needs_pytorch(*arguments[:5]):
         return torch.ops.mixer.mix_row(*arguments)
     return _mix_row(*arguments)
 
 
-def _check(memory, x, weight, bias, residual, positions) -> None:
+def needs_pytorch(*tensors: Tensor | None) -> bool:
+    """Whether a call needs what the kernel does not have: a gradient of a tensor, or autocast."""
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return True
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool:
+    """Whether the kernel can take a call: it would read and write out of bounds where shapes do not
+    fit. The first call on a device builds the kernels, so it must not come inside a graph capture.
+    """
     batch, heads, length, width = memory.shape
     context = weight.shape[-1]
     fits = (
-        length <= context
-        and x.shape == (batch, 1, heads * width)
-        and weight.shape == (heads, weight.shape[1], context, context)
-        and bias.shape == (heads, context)
-        and (residual is None or residual.shape == x.shape)
-        and positions.shape in ((1, 1), (batch, 1))
+        x.is_cuda
+        and backend in ("auto", "cuda")
+        and not needs_pytorch(memory, x, weight, bias, residual)
+        and x.dtype in cuda.DTYPE_CODES
+        and memory.dtype == x.dtype
+        and weight.dtype in (x.dtype, torch.float32)
+        and bias.dtype == weight.dtype
         and positions.dtype == torch.int64
-        and on_one_device(memory, x, weight, bias, residual, positions)
+        and x.shape == (batch, 1, heads * width)
+        and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
+        and weight.shape == (heads, 1, context, context)
+        and length <= context
+        and bias.shape == (heads, context)
+        and positions.shape in ((1, 1), (batch, 1))
+        and memory.stride()[2:] == (width, 1)
+        and width * x.element_size() % 16 == 0
+        and on_one_device(x, memory, weight, bias, positions, x if residual is None else residual)
     )
-    if not fits:
-        given = {"memory": memory, "x": x, "weight": weight, "bias": bias, "residual": residual}
-        raise misfit(
-            "mix_row",
-            given | {"positions": positions},
-            "memory (batch, heads, length, channels of a head), x and residual (batch, 1, channels "
-            "of all heads), weight (heads, kernel_size, context, context) with context >= length, "
-            "bias (heads, context), positions (batch or 1, 1) int64",
-        )
+    return fits and device_reason(x.device.index) is None
+
+
+def launch(memory, x, weight, bias, residual, positions) -> Tensor:
+    """`mix_row` by the kernel, for arguments that `kernel_serves` has accepted."""
+    batch, heads, length, width = memory.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    given = {"memory": memory, "x": cuda.rows(x), "weight": weight.contiguous()}
+    given |= {"bias": bias.contiguous(), "positions": positions, "y": y}
+    given |= {"residual": residual if residual is None else cuda.rows(residual)}
+    params = cuda.params_of(x, (batch, length, heads * width), heads, **given)
+    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
+    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
+    cuda.call("mixer_mix_row", params)
+    return y
 
 
 def _mix_row(memory, x, weight, bias, residual, positions, backend) -> Tensor:
-    if choice.row_kernel_serves(memory, x, weight, bias, residual, backend):
-        return launch(memory, x, weight, bias, residual, positions)
-    return plain.mix_row(memory, x, weight, bias, residual, positions)
+    arguments = (memory, x, weight, bias, residual, positions)
+    return (launch if kernel_serves(*arguments, backend) else plain.mix_row)(*arguments)
 
 
 _operator = torch.library.custom_op("mixer::mix_row", mutates_args=("memory",), schema=(
@@ -96,23 +118,3 @@ _operator = torch.library.custom_op("mixer::mix_row", mutates_args=("memory",), 
 @_operator.register_fake
 def _(memory, x, weight, bias, residual, positions, backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def launch(memory, x, weight, bias, residual, positions) -> Tensor:
-    """`mix_row` by the kernel, for arguments that `choice.row_kernel_serves` has accepted."""
-    batch, heads, length, width = memory.shape
-    x, weight, bias = cuda.rows(x), weight.contiguous(), bias.contiguous()
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    params = cuda.new_params(x, heads, (batch, length, heads * width), False)
-    params.context, params.weight_dtype = weight.shape[2], cuda.DTYPE_CODES[weight.dtype]
-    params.memory = memory.data_ptr()
-    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
-    cuda.give_rows(params, "x", x)
-    params.weight, params.bias, params.y = weight.data_ptr(), bias.data_ptr(), y.data_ptr()
-    params.positions = positions.data_ptr()
-    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
-    if residual is not None:
-        residual = cuda.rows(residual)
-        cuda.give_rows(params, "residual", residual)
-    cuda.call("mixer_mix_row", params)
-    return y

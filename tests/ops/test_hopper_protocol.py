@@ -14,7 +14,7 @@ from toolchain import needs_nvcc
 
 from mixer.ops import build
 
-UNITS = ["hopper_forward", "hopper_grad_input", "hopper_grad_weight"]
+UNITS = ["hopper_product", "hopper_grad_weight"]
 JOBS = 2
 CASES = 45  # of each plan, each in a process of its own
 # This seed shows all mistakes soon, and a run ends at the first failure.
@@ -24,7 +24,7 @@ PLANS = {"resident": (1, 256), "resident_alone": (257, 512), "streamed": (513, 2
 pytestmark = needs_nvcc
 
 
-PRODUCT, TILE = "hopper_product.cuh", "hopper_tile.cuh"
+PRODUCT, TILE = "hopper_product.cu", "hopper_tile.cuh"
 WAIT = "      wgmma_wait<0>();\n"
 RELEASE = "      if (!in_place || step + 1 < steps) barriers.ring.release(slot);\n"
 RELEASE_ALL = "      barriers.ring.release_for_warpgroup(slot);\n"
@@ -55,7 +55,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> list[Path]:
-    """The objects of the kernels as they are, forward's first."""
+    """The objects of the kernels as they are, the product's first."""
     directory = tmp_path_factory.mktemp("emulator")
     with ThreadPoolExecutor(JOBS) as jobs:
         return list(
@@ -84,7 +84,7 @@ def test_mistakes_are_caught(mistake, built, tmp_path):
         text = (changed / file).read_text()
         assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}"
         (changed / file).write_text(text.replace(old, new))
-    forward = sources.hopper_unit("hopper_forward", changed, tmp_path)
-    library = sources.link([forward, *built[1:]], tmp_path)
+    product = sources.hopper_unit("hopper_product", changed, tmp_path)
+    library = sources.link([product, *built[1:]], tmp_path)
     result = run_cases(library, 90, MUTANT_SEED, MUTANT_CASES, "forward", *PLANS[plan])
     assert result.returncode == 1, result.stdout[-500:]

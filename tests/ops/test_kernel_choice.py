@@ -6,47 +6,61 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.ops import choice, cuda
+from mixer.ops import choice, cuda, keyed
 
 
 @pytest.fixture
-def precision():
-    """Sets torch's precision of fp32 products."""
-    yield torch.set_float32_matmul_precision
-    torch.set_float32_matmul_precision("highest")
+def gpu(monkeypatch):
+    """Pretends a GPU of a compute capability, whose kernels are built."""
+
+    def pretend(capability: int) -> torch.device:
+        choice.warn_once.cache_clear()
+        monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
+        monkeypatch.setattr(choice, "device_reason", lambda index: None)
+        return torch.device("cuda", 0)
+
+    return pretend
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "tf32", "is_aligned", "reason"),
+    ("capability", "dtype", "width", "serves"),
     [
-        (90, "bfloat16", False, True, None),
-        (90, "float32", True, True, None),
-        (70, "float16", False, True, None),
-        (90, "float32", False, True, "TF32 for float32, which is off here"),
-        (90, "bfloat16", False, False, "heads of a multiple of 8 channels"),
-        (75, "bfloat16", False, True, "float16 before compute capability 8.0"),
-        (90, "float64", False, True, "x is torch.float64"),
+        (90, torch.bfloat16, 32, True),
+        (70, torch.float16, 32, True),
+        (75, torch.bfloat16, 32, False),
+        (90, torch.float32, 32, False),
+        (90, torch.bfloat16, 20, False),
     ],
 )
 def test_auto_takes_the_kernels_for_what_they_serve_and_says_why_not(
-    monkeypatch, caplog, precision, capability, dtype, tf32, is_aligned, reason
+    gpu, caplog, capability, dtype, width, serves
 ):
-    """On a GPU whose kernels are built."""
-    monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
-    monkeypatch.setattr(choice, "device_reason", lambda index: None)
-    precision("high" if tf32 else "highest")
-    choice.warn_once.cache_clear()
-    dtype = getattr(torch, dtype)
-    x = SimpleNamespace(
-        dtype=dtype,
-        shape=(2, 512, 64 if is_aligned else 20),
-        device=torch.device("cuda", 0),
-        is_cuda=True,
-        element_size=lambda: dtype.itemsize,
-    )
-    assert choice.kernels_take("auto", x, heads=2) == (reason is None)
-    assert (reason or "") in caplog.text
-    if reason:
-        with pytest.raises(UserError, match=f"'cuda' cannot run here: .*{reason}"):
+    shape = (2, 512, 2 * width)
+    x = SimpleNamespace(dtype=dtype, shape=shape, device=gpu(capability), is_cuda=True)
+    assert choice.kernels_take("auto", x, heads=2) == serves
+    reason = f"x is {dtype} on cuda:0.* the CUDA kernels take float16"
+    assert serves or f"x is {dtype} on cuda:0" in caplog.text
+    if not serves:
+        with pytest.raises(UserError, match=f"'cuda' cannot run here: {reason}"):
             choice.kernels_take("cuda", x, heads=2)
     assert not choice.kernels_take("dense", x, heads=2)
+
+
+@pytest.mark.skipif(not keyed.HAS_TRITON, reason="no Triton here")
+@pytest.mark.parametrize(
+    ("capability", "about", "serve"),
+    [
+        (90, {}, True),
+        (90, {"dtype": torch.float64}, False),
+        (90, {"key": 24}, False),
+        (90, {"context": 65536}, False),
+        (70, {}, False),
+    ],
+)
+def test_keyed_mixing_takes_its_kernels_or_says_what_they_take(
+    gpu, caplog, capability, about, serve
+):
+    given = {"dtype": torch.float16, "key": 64, "value": 64, "context": 512} | about
+    assert keyed.kernels_serve(gpu(capability), **given) == serve
+    said = f"for {given['dtype']}, keys of {given['key']} and values of 64"
+    assert (said in caplog.text) == (not serve)

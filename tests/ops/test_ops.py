@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mixer.ops import BACKENDS, DTYPES, choice, operator, triangular_conv
+from mixer.ops import BACKENDS, DTYPES, cuda, triangular_conv
 
 # Every value of every dimension of interest occurs: tokens, channels, batch, heads, taps, context
 # beyond the tokens.
@@ -33,11 +33,10 @@ SHAPES = [  # tokens, context, channels, batch, heads, taps
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels_for_ours(monkeypatch):
+def plain_kernels_for_ours():
     """Backend "cuda" takes the way of the kernels, whose place plain_kernels.py has."""
-    monkeypatch.setattr(operator, "cuda", plain_kernels)
-    is_cuda = torch.compiler.assume_constant_result(lambda backend, *_: backend == "cuda")
-    monkeypatch.setattr(choice, "_kernels_take", is_cuda)
+    with plain_kernels.replacing_the_kernels():
+        yield
 
 
 def make(tokens, context, channels, batch, heads, taps, dtype=torch.float64, by_lag=False):
@@ -151,10 +150,10 @@ def test_opcheck_of_the_operators(by_lag):
     weight = weight.detach().squeeze(1).requires_grad_()
     for extra in ((bias, residual), (None, None)):
         torch.library.opcheck(torch.ops.mixer.triangular_conv.default, (x, weight, *extra))
-    packed = operator.one_tap(x, weight, bias, residual)[1].detach()
+    packed = cuda.one_tap(x, weight, bias, residual)[1].detach()
     dy = torch.randn_like(x)
     torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_input.default, (dy, packed, by_lag))
-    arguments = (dy, x.detach(), 12, 2, torch.float32, True, by_lag)
+    arguments = (dy, x.detach(), 12, 2, True, by_lag)
     torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_weight.default, arguments)
 
 

@@ -9,8 +9,8 @@ namespace ampere {
 
 using namespace tensor;
 
-// A fragment of one warp: 16 rows of a factor and 32 bytes of depth (16 values of 16 bits, or 8 of
-// 32), in four parts of 8 rows and 16 bytes. Of each part, lane l holds 4 bytes: row l / 4, bytes 4
+// A fragment of one warp: 16 rows of a factor and 32 bytes of depth (16 values), in four parts of 8
+// rows and 16 bytes. Of each part, lane l holds 4 bytes: row l / 4, bytes 4
 // (l % 4) ... The parts are in the order in which mma takes its registers. The right factor's rows
 // are columns of the result, and its fragment serves two mma.
 //
@@ -56,12 +56,6 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_shared(uint32_t shared) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared));
-  return value;
-}
-
 // Loads four matrices of 8 rows by 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8.
 // Of each matrix it receives the 4 bytes at row l / 4, bytes 4 (l % 4) ...
 __device__ __forceinline__ Fragment load_matrices(uint32_t shared) {
@@ -84,7 +78,7 @@ __device__ __forceinline__ Fragment load_matrices_transposed(uint32_t shared) {
 
 // ---------------------------------------------------------------------------------------- products
 
-// sum += left right, 16 x 8 values. Lane l holds
+// sum += left right, 16 x 8 values of the result. Lane l holds
 //   sum[0], sum[1]: row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1; sum[2], sum[3]: the same
 //   columns of row l / 4 + 8.
 // right0, right1: parts 0 and 1, or 2 and 3, of the right fragment.
@@ -105,25 +99,14 @@ __device__ __forceinline__ void mma(float (&sum)[4], const Fragment& left, uint3
 
 MIXER_MMA(__half, "m16n8k16.row.col.f32.f16.f16.f32")
 MIXER_MMA(__nv_bfloat16, "m16n8k16.row.col.f32.bf16.bf16.f32")
-MIXER_MMA(float, "m16n8k8.row.col.f32.tf32.tf32.f32")
 #undef MIXER_MMA
 
-// Rounds to the nearest tf32 (10 bits of mantissa), ties away from zero. The mma itself would
-// truncate, which biases the result.
-__device__ __forceinline__ uint32_t round_to_tf32(uint32_t value) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(value)));
-  return rounded;
-}
-
 constexpr int kStages = 3;
+constexpr int kMmaDepth = 16;
 constexpr int kMmaDepthBytes = 32;
-constexpr int kMmaSteps = kSliceDepthBytes / kMmaDepthBytes;
+constexpr int kMmaSteps = kSliceDepth / kMmaDepth;
 // 48 KB: the most that a kernel gets without asking
 constexpr int kSharedBytes = kStages * kStageBytes;
-
-template <typename Element>
-constexpr int kMmaDepth = kMmaDepthBytes / sizeof(Element);
 
 // Copies a loader's vectors to a stage.
 struct AsyncCopies {
@@ -141,54 +124,33 @@ struct AsyncCopies {
 // from a first row. Each matrix of the load is a part, and lane l gives the address of row l % 8 of
 // part l / 8. The part of the address that does not change from step to step is the lane's `own`
 // offset, the one for the group that begins at `first_row`.
-template <Side kSide, typename Element>
-__device__ __forceinline__ int own_offset(KMajor<Element>, int first_row) {
+template <Side kSide>
+__device__ __forceinline__ int own_offset(KMajor, int first_row) {
   const int part = lane() / 8;
-  return KMajor<Element>::offset(first_row + row_half(kSide, part) * 8 + lane() % 8,
-                                 depth_half(kSide, part));
+  return KMajor::offset(first_row + row_half(kSide, part) * 8 + lane() % 8,
+                        depth_half(kSide, part));
 }
 
-template <Side kSide, typename Element>
-__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, uint32_t slice, int own, int row,
+template <Side kSide>
+__device__ __forceinline__ Fragment load_fragment(KMajor, uint32_t slice, int own, int row,
                                                   int step) {
   return load_matrices(slice + row * kSliceDepthBytes + (own ^ step * kMmaDepthBytes));
 }
 
-// The same if rows are contiguous: the matrix load transposes 16-bit values.
-template <Side kSide, typename Element>
-__device__ __forceinline__ int own_offset(MnMajor<Element>, int first_row) {
+// The same if rows are contiguous: the matrix load transposes.
+template <Side kSide>
+__device__ __forceinline__ int own_offset(MnMajor, int first_row) {
   const int part = lane() / 8;
   const int offset =
-      MnMajor<Element>::offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
-  return add_to_offset(offset, first_row * static_cast<int>(sizeof(Element)));
-}
-
-template <Side kSide, typename Element>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, uint32_t slice, int own,
-                                                  int row, int step) {
-  const int row_offset = add_to_offset(own, row * static_cast<int>(sizeof(Element)));
-  return load_matrices_transposed(slice + step * kMmaDepth<Element> * MnMajor<Element>::kRowBytes +
-                                  row_offset);
-}
-
-// 32-bit values are read one by one.
-template <Side kSide>
-__device__ __forceinline__ int own_offset(MnMajor<float>, int first_row) {
-  return add_to_offset(MnMajor<float>::offset(lane() % 4, lane() / 16) + lane() / 4 % 4 * 4,
-                       first_row * 4);
+      MnMajor::offset(depth_half(kSide, part) * 8 + lane() % 8, row_half(kSide, part));
+  return add_to_offset(offset, first_row * 2);
 }
 
 template <Side kSide>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<float>, uint32_t slice, int own, int row,
+__device__ __forceinline__ Fragment load_fragment(MnMajor, uint32_t slice, int own, int row,
                                                   int step) {
-  Fragment f;
-#pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    const int depth = step * kMmaDepth<float> + depth_half(kSide, part) * 4;
-    const int row_offset = add_to_offset(own, (row + row_half(kSide, part) * 8) * 4);
-    f.part[part] = load_shared(slice + depth * MnMajor<float>::kRowBytes + row_offset);
-  }
-  return f;
+  return load_matrices_transposed(slice + step * kMmaDepth * MnMajor::kRowBytes +
+                                  add_to_offset(own, row * 2));
 }
 
 // ---------------------------------------------------------------------------------- multiplication
@@ -207,26 +169,11 @@ struct Fragments {
   Fragment right[kWarpGroups];
 };
 
-// Rounds the factors of an fp32 product to tf32.
-template <typename Element>
-__device__ __forceinline__ void round_factors(Fragments&) {}
-template <>
-__device__ __forceinline__ void round_factors<float>(Fragments& fragments) {
-#pragma unroll
-  for (int group = 0; group < kWarpGroups; ++group) {
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      fragments.left[group].part[part] = round_to_tf32(fragments.left[group].part[part]);
-      fragments.right[group].part[part] = round_to_tf32(fragments.right[group].part[part]);
-    }
-  }
-}
-
 // Multiplies slices in order while later ones are copied. load(copies) starts copying the next
 // slices, or nothing if none are left; multiply(fragments) uses the fragments of the next mma.
 // During one product, the fragments of the next are loaded from shared memory and the slices after
 // the next from global memory.
-template <typename Element, typename LeftLayout, typename RightLayout, int kColumnStep>
+template <typename LeftLayout, typename RightLayout, int kColumnStep>
 struct Pipeline {
   static_assert(kMmaSteps == 2, "fragments alternate between two buffers");
 
@@ -262,14 +209,12 @@ struct Pipeline {
       // barrier.
       start_copies(load);
       load_fragments(1);
-      round_factors<Element>(fragments[0]);
       multiply(fragments[0]);
 
       reading = next_stage(reading);
       wait_copies<kStages - 2>();
       __syncthreads();  // every thread's copies for the next step have arrived
       load_fragments(0);  // after the last step it loads fragments that are not used
-      round_factors<Element>(fragments[1]);
       multiply(fragments[1]);
     }
   }
@@ -310,7 +255,7 @@ struct Set {
   using Accumulator = ampere::Accumulator;
   using Fragments = ampere::Fragments;
   template <typename LeftLayout, typename RightLayout, int kColumnStep>
-  using Pipeline = ampere::Pipeline<Element, LeftLayout, RightLayout, kColumnStep>;
+  using Pipeline = ampere::Pipeline<LeftLayout, RightLayout, kColumnStep>;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   static constexpr bool kIsHere = false;
@@ -318,7 +263,7 @@ struct Set {
   static constexpr bool kIsHere = true;
 #endif
   static constexpr int kSharedBytes = ampere::kSharedBytes;
-  static constexpr int kMmaDepth = ampere::kMmaDepth<Element>;
+  static constexpr int kMmaDepth = ampere::kMmaDepth;
   static constexpr bool kOneLoop = false;
 
   // Of each 16 x 8 values a lane holds two neighbours in each of two rows, kHalfRows apart. The

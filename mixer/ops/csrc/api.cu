@@ -6,12 +6,12 @@
 
 namespace {
 
-// The only place that chooses kernels, by architecture and type.
+// The only place that chooses kernels.
 KernelSet kernels_for(const TriangularConvParams& params) {
 #ifdef MIXER_HOPPER
-  if (params.capability == 90 && params.dtype != MIXER_FLOAT32) return hopper_kernels();
+  if (params.capability == 90) return hopper_kernels();
 #endif
-  return params.capability >= 80 ? ampere_kernels() : volta_kernels();
+  return params.capability >= 80 ? ampere_kernels(params.dtype) : volta_kernels();
 }
 
 // The caller's CUDA runtime (torch's) and this library's own copy share the driver's current

@@ -9,7 +9,7 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kWarps = 8;  // of a block
 
-template <typename Element, typename Gradient>
+template <typename Element>
 __global__ void __launch_bounds__(kWarps * kWarp)
     grad_bias_kernel(const TriangularConvParams params) {
   constexpr int kVector = 16 / sizeof(Element);
@@ -40,15 +40,14 @@ __global__ void __launch_bounds__(kWarps * kWarp)
   __syncthreads();
   if (threadIdx.x > 0) return;
   for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp];
-  static_cast<Gradient*>(params.dbias)[index] = Gradient(sum);
+  params.dbias[index] = sum;
 }
 
 }  // namespace
 
 cudaError_t grad_bias(const TriangularConvParams& params) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * params.context;
-  return with_dtypes(params, [&](auto element, auto gradient) {
-    return launch(params, grad_bias_kernel<decltype(element), decltype(gradient)>, blocks,
-                  kWarps * kWarp, 0, params);
-  });
+  const auto kernel = params.dtype == MIXER_FLOAT16 ? grad_bias_kernel<__half>
+                                                    : grad_bias_kernel<__nv_bfloat16>;
+  return launch(params, kernel, blocks, kWarps * kWarp, 0, params);
 }

@@ -62,12 +62,12 @@ struct Plan {
 template <typename Plan>
 struct WeightArguments {
   CUtensorMap dy, x;
-  void* dweight;
-  void* dbias;
+  float* dweight;
+  float* dbias;
   // (rest * splits, 2 blocks, kGroups, 512 threads, 4); by lag (blocks, 4 multipliers, 64, 128)
   float* partials;
   float* sums;     // of the bias: (rest * splits, 256 rows); by lag (pieces, kParts, kSums)
-  int32_t tokens, context, gradient_dtype;
+  int32_t tokens, context;
   int32_t chunks;  // of one sample
   Plan plan;
 };
@@ -188,38 +188,23 @@ struct BlockTile {
 
 // Writes the thread's sums at (row, column): rows r and r + 8, two columns each. Elements above the
 // diagonal and beyond the tokens become zero whatever the sum, which may be zero times infinity.
-template <typename Gradient>
-__device__ __forceinline__ void store_sums(Gradient* matrix, int context, int tokens, int row,
-                                           int column, const float (&sum)[4]) {
+__device__ __forceinline__ void store_sums(const WeightArguments<Plan>& arguments, int head,
+                                           int row, int column, const float (&sum)[4]) {
+  const int context = arguments.context;
+  float* const matrix = arguments.dweight + static_cast<int64_t>(head) * context * context;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = row + half * 8;
     if (i >= context) continue;
-    Gradient* place = matrix + static_cast<int64_t>(i) * context + column;
-    const Gradient first = Gradient(column <= i && i < tokens ? sum[half * 2] : 0.0f);
-    const Gradient second =
-        Gradient(column + 1 <= i && i < tokens ? sum[half * 2 + 1] : 0.0f);
+    float* const place = matrix + static_cast<int64_t>(i) * context + column;
+    const float first = column <= i && i < arguments.tokens ? sum[half * 2] : 0.0f;
+    const float second = column + 1 <= i && i < arguments.tokens ? sum[half * 2 + 1] : 0.0f;
     if (context % 2 == 0 && column < context) {
-      struct alignas(2 * sizeof(Gradient)) Pair { Gradient first, second; };
-      *reinterpret_cast<Pair*>(place) = {first, second};
+      *reinterpret_cast<float2*>(place) = make_float2(first, second);
     } else {
       if (column < context) place[0] = first;
       if (column + 1 < context) place[1] = second;
     }
-  }
-}
-
-__device__ __forceinline__ void store_gradient(const WeightArguments<Plan>& arguments, int head,
-                                               int row, int column, const float (&sum)[4]) {
-  const int context = arguments.context, tokens = arguments.tokens;
-  const int64_t offset = static_cast<int64_t>(head) * context * context;
-  if (arguments.gradient_dtype == MIXER_FLOAT32) {
-    store_sums(static_cast<float*>(arguments.dweight) + offset, context, tokens, row, column, sum);
-  } else if (arguments.gradient_dtype == MIXER_FLOAT16) {
-    store_sums(static_cast<__half*>(arguments.dweight) + offset, context, tokens, row, column, sum);
-  } else {
-    store_sums(static_cast<__nv_bfloat16*>(arguments.dweight) + offset, context, tokens, row,
-               column, sum);
   }
 }
 
@@ -306,8 +291,8 @@ __device__ __forceinline__ void write(const WeightArguments<Plan>& arguments,
     for (int i = 0; i < 4; ++i) value[i] = multiplies ? sum[group * 4 + i] : 0.0f;
     if (item.partial < 0) {
       const Place place(thread, group);
-      store_gradient(arguments, item.tile.head, tile.first_row + place.row,
-                     tile.first_column + place.column, value);
+      store_sums(arguments, item.tile.head, tile.first_row + place.row,
+                 tile.first_column + place.column, value);
     } else if (multiplies) {
       partial[group * kMultiplyingThreads] = make_float4(value[0], value[1], value[2], value[3]);
     }
@@ -327,7 +312,7 @@ __device__ __forceinline__ void write_bias(const WeightArguments<Plan>& argument
     } else if (tile.first_row + row < arguments.tokens) {
       const int64_t first =
           static_cast<int64_t>(item.tile.head) * arguments.context + tile.first_row;
-      store_float(arguments.dbias, arguments.gradient_dtype, first + row, bias[half * 2]);
+      arguments.dbias[first + row] = bias[half * 2];
     }
   }
 }
@@ -398,26 +383,25 @@ __device__ __forceinline__ void multiply(const WeightArguments<Plan>& arguments,
 }
 
 // Writes the zeros that no tile covers: columns right of the diagonal tile, rows below the tiles.
-// `warp` is one of `warps` in the grid. A zero has the same bits in all types.
+// `warp` is one of `warps` in the grid.
 __device__ __forceinline__ void write_zeros(const WeightArguments<Plan>& arguments, int warp,
                                             int warps) {
   const int lane = threadIdx.x % 32;
-  const int context = arguments.context, size = arguments.gradient_dtype == MIXER_FLOAT32 ? 4 : 2;
+  const int context = arguments.context;
   const int64_t rows = static_cast<int64_t>(arguments.plan.heads) * context;
   for (int64_t head_row = warp; head_row < rows; head_row += warps) {
     const int row = static_cast<int>(head_row % context);
     const int first =
         row / kTileRows < arguments.plan.row_tiles ? (row / kTileRows + 1) * kTileRows : 0;
-    char* const values = static_cast<char*>(arguments.dweight) + head_row * context * size;
-    if (context * size % 16 == 0) {
-      for (int byte = first * size + lane * 16; byte < context * size; byte += 32 * 16)
-        *reinterpret_cast<uint4*>(values + byte) = make_uint4(0, 0, 0, 0);
+    float* const values = arguments.dweight + head_row * context;
+    if (context % 4 == 0) {
+      for (int column = first + lane * 4; column < context; column += 32 * 4)
+        *reinterpret_cast<float4*>(values + column) = make_float4(0, 0, 0, 0);
     } else {
-      for (int byte = first * size + lane * 2; byte < context * size; byte += 32 * 2)
-        *reinterpret_cast<uint16_t*>(values + byte) = 0;
+      for (int column = first + lane; column < context; column += 32) values[column] = 0.0f;
     }
     if (lane == 0 && arguments.dbias != nullptr && row >= arguments.tokens)
-      store_float(arguments.dbias, arguments.gradient_dtype, head_row, 0.0f);
+      arguments.dbias[head_row] = 0.0f;
   }
 }
 
@@ -485,8 +469,8 @@ __global__ void __launch_bounds__(kMultiplyingThreads)
       sum[3] += value.w;
     }
   }
-  store_gradient(arguments, weight_tile.head, tile.first_row + place.row,
-                 tile.first_column + place.column, sum);
+  store_sums(arguments, weight_tile.head, tile.first_row + place.row,
+             tile.first_column + place.column, sum);
 
   const int row = tile.first_row + threadIdx.x;
   const bool has_bias = group == 0 && rank == 0 && weight_tile.brings_bias();
@@ -496,8 +480,7 @@ __global__ void __launch_bounds__(kMultiplyingThreads)
       bias += arguments.sums[static_cast<int64_t>(split * plan.rest + rest) * kTileRows +
                              threadIdx.x];
     }
-    store_float(arguments.dbias, arguments.gradient_dtype,
-                static_cast<int64_t>(weight_tile.head) * arguments.context + row, bias);
+    arguments.dbias[static_cast<int64_t>(weight_tile.head) * arguments.context + row] = bias;
   }
 }
 
@@ -586,7 +569,6 @@ cudaError_t compute(const TriangularConvParams& params, const Plan& plan) {
                                      workspace + partial_floats(plan),
                                      params.tokens,
                                      params.context,
-                                     params.weight_dtype,
                                      chunks_of_sample(params),
                                      plan};
   if (status != cudaSuccess) return status;

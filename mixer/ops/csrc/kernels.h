@@ -11,7 +11,7 @@ cudaError_t pack(const TriangularConvParams& params);
 cudaError_t grad_bias(const TriangularConvParams& params);
 cudaError_t mix_row(const TriangularConvParams& params);
 
-// The products, for one architecture.
+// The products of 16-bit types, for one architecture.
 struct KernelSet {
   cudaError_t (*forward)(const TriangularConvParams&);
   cudaError_t (*grad_input)(const TriangularConvParams&);
@@ -19,9 +19,9 @@ struct KernelSet {
   cudaError_t (*grad_weight)(const TriangularConvParams&);
   bool with_bias;  // grad_weight of a full weight also writes dbias
 };
-KernelSet volta_kernels();   // sm_70 and newer: mma.m8n8k4; fp16
-KernelSet ampere_kernels();  // sm_80 and newer: mma.sync; 16-bit types, and fp32 as tf32
-KernelSet hopper_kernels();  // sm_90a (MIXER_HOPPER): TMA and wgmma; 16-bit types
+KernelSet volta_kernels();            // sm_70 and newer: mma.m8n8k4; fp16 alone
+KernelSet ampere_kernels(int dtype);  // sm_80 and newer: mma.sync
+KernelSet hopper_kernels();           // sm_90a (MIXER_HOPPER): TMA and wgmma
 
 namespace hopper {  // the parts of a set that have a file each
 cudaError_t forward(const TriangularConvParams& params);

@@ -97,7 +97,7 @@ struct LagParts {
 constexpr int kLagThreads = 64;
 
 // Threads: lags of all heads. sums: (pieces, kParts, kSums).
-template <typename Parts, typename Gradient>
+template <typename Parts>
 __global__ void __launch_bounds__(kLagThreads)
     finish_lags_kernel(const TriangularConvParams params, const LagPlan plan, const float* sums) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kLagThreads + threadIdx.x;
@@ -127,15 +127,13 @@ __global__ void __launch_bounds__(kLagThreads)
       }
     }
   }
-  static_cast<Gradient*>(params.dweight)[index] = Gradient(sum);
+  params.dweight[index] = sum;
 }
 
 template <typename Parts>
 cudaError_t finish_lags(const TriangularConvParams& params, const LagPlan& plan,
                         const float* sums) {
   const int64_t lags = static_cast<int64_t>(params.heads) * params.context;
-  return with_dtype(params.weight_dtype, [&](auto gradient) {
-    return launch(params, finish_lags_kernel<Parts, decltype(gradient)>,
-                  ceil_div(lags, kLagThreads), kLagThreads, 0, params, plan, sums);
-  });
+  return launch(params, finish_lags_kernel<Parts>, ceil_div(lags, kLagThreads), kLagThreads, 0,
+                params, plan, sums);
 }

@@ -32,11 +32,6 @@ __device__ __forceinline__ float load_float(const void* values, int dtype, int64
     return float(static_cast<const decltype(zero)*>(values)[index]);
   });
 }
-__device__ __forceinline__ void store_float(void* values, int dtype, int64_t index, float value) {
-  with_dtype(dtype, [&](auto zero) {
-    static_cast<decltype(zero)*>(values)[index] = decltype(zero)(value);
-  });
-}
 
 // Launches a kernel on the call's stream, with so many bytes of dynamic shared memory.
 template <typename... Parameters, typename... Arguments>

@@ -29,15 +29,15 @@ enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 
 typedef struct TriangularConvParams {
   const void* x;         // dtype
-  const void* weight;    // weight_dtype, as bias, dweight and dbias; read by pack and mix_row
+  const void* weight;    // weight_dtype, as the bias; read by pack and mix_row
   void* packed;          // dtype; written by pack, read by forward and grad_input
   const void* bias;      // or null
   const void* residual;  // dtype, or null
   void* y;               // dtype, contiguous
   const void* dy;        // dtype
   void* dx;              // dtype, contiguous
-  void* dweight;         // contiguous
-  void* dbias;           // contiguous, or null
+  float* dweight;        // contiguous
+  float* dbias;          // contiguous, or null
   void* workspace;       // mixer_grad_weight_workspace() bytes, 16-byte aligned
   // memory of mix_row: dtype, (batch, heads, tokens, channels of a head), the last two dimensions
   // dense

@@ -5,8 +5,9 @@
 // order, without atomics, so results are reproducible bit for bit. For a weight by lag see lags.cuh.
 #pragma once
 
+#include "kernels.h"
 #include "lags.cuh"
-#include "tensor_tile.cuh"
+#include "tensor_product.cuh"
 
 namespace tensor {
 
@@ -16,9 +17,8 @@ constexpr int kMaxSplits = 128;
 // The sum runs over (sample, channel of a head) as one dimension, cut into slices. A vector of 16
 // bytes never crosses from one sample into the next.
 __host__ __device__ __forceinline__ int64_t slice_count(const TriangularConvParams& params) {
-  const int slice =
-      params.dtype == MIXER_FLOAT32 ? Sizes<float>::kSliceDepth : Sizes<__half>::kSliceDepth;
-  return ceil_div(static_cast<int64_t>(params.batch) * (params.channels / params.heads), slice);
+  const int64_t depth = static_cast<int64_t>(params.batch) * (params.channels / params.heads);
+  return ceil_div(depth, kSliceDepth);
 }
 
 // The number of ranges that takes the least time. The unit is one slice's product (about half a
@@ -60,8 +60,7 @@ struct Task {
 // Loads the slices of dy and of x, one pair per call.
 template <typename Element>
 struct GradWeightLoader {
-  static constexpr int kVector = Sizes<Element>::kVector;
-  using Layout = KMajor<Element>;
+  using Layout = KMajor;
 
   const TriangularConvParams& params;
   const int width;
@@ -77,7 +76,7 @@ struct GradWeightLoader {
         width(params.channels / params.heads),
         along(task.along),
         down(task.first % along) {
-    const int64_t start = static_cast<int64_t>(task.first / along) * Sizes<Element>::kSliceDepth +
+    const int64_t start = static_cast<int64_t>(task.first / along) * kSliceDepth +
                           vector_across<Layout>() * kVector;
     const int64_t sample = start / width;
     channel = static_cast<int>(start - sample * width);
@@ -100,10 +99,9 @@ struct GradWeightLoader {
     if (++down < along) return move(1);
     move(1 - down);
     down = 0;
-    constexpr int kDepth = Sizes<Element>::kSliceDepth;
-    left += kDepth;
-    right += kDepth;
-    for (channel += kDepth; channel >= width; channel -= width) {
+    left += kSliceDepth;
+    right += kSliceDepth;
+    for (channel += kSliceDepth; channel >= width; channel -= width) {
       left += params.dy_batch_stride - width;
       right += params.x_batch_stride - width;
       if (--samples_left <= 0) left_rows = right_rows = 0;
@@ -220,11 +218,10 @@ template <typename Set, typename Plan>
 __global__ void __launch_bounds__(kThreads, kBlocksResident)
     partial_kernel(const TriangularConvParams params, const Plan plan) {
   if constexpr (Set::kIsHere) {
-    using Element = typename Set::Element;
-    using Layout = KMajor<Element>;
+    using Layout = KMajor;
     alignas(128) __shared__ unsigned char memory[Set::kSharedBytes];
     for_each_task(params, plan, [&](const Task& task) {
-      GradWeightLoader<Element> loader(params, task);
+      GradWeightLoader<typename Set::Element> loader(params, task);
       typename Set::Accumulator sum;
       int unloaded = task.steps;
       const auto load = [&](auto& copies) {
@@ -263,19 +260,15 @@ constexpr int kFinishVector = 4;  // columns per thread
 constexpr int kFinishRows = 4;    // rows per thread, so that many reads are in flight at once
 
 // Writes the part of the vector that lies left of `context`.
-template <typename Gradient>
-__device__ __forceinline__ void store_vector(Gradient* row, int column, int context,
+__device__ __forceinline__ void store_vector(float* row, int column, int context,
                                              const float (&value)[kFinishVector]) {
-  struct alignas(kFinishVector * sizeof(Gradient)) Vector { Gradient value[kFinishVector]; };
-  Vector vector;
-#pragma unroll
-  for (int i = 0; i < kFinishVector; ++i) vector.value[i] = Gradient(value[i]);
   if (context % kFinishVector == 0) {
-    *reinterpret_cast<Vector*>(row + column) = vector;
+    *reinterpret_cast<float4*>(row + column) =
+        make_float4(value[0], value[1], value[2], value[3]);
   } else {
 #pragma unroll
     for (int i = 0; i < kFinishVector; ++i) {
-      if (column + i < context) row[column + i] = vector.value[i];
+      if (column + i < context) row[column + i] = value[i];
     }
   }
 }
@@ -284,8 +277,7 @@ __device__ __forceinline__ void store_vector(Gradient* row, int column, int cont
 constexpr int kBlockRows = kFinishRows * kFinishThreads * kFinishVector / kTile;
 
 // Blocks, fastest index first: column tiles of dweight, groups of kBlockRows rows, heads.
-template <typename Gradient>
-__global__ void __launch_bounds__(kFinishThreads)
+static __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const TriangularConvParams params, int splits) {
   constexpr int kAcross = kTile / kFinishVector, kDown = kFinishThreads / kAcross;  // threads
   static_assert(kTile % kBlockRows == 0, "a block's rows are of one tile");
@@ -326,8 +318,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     for (int c = 0; c < kFinishVector; ++c) {
       if (column + c > row || row >= params.tokens) value[i][c] = 0.0f;
     }
-    Gradient* const gradient =
-        static_cast<Gradient*>(params.dweight) + (head * params.context + row) * params.context;
+    float* const gradient = params.dweight + (head * params.context + row) * params.context;
     store_vector(gradient, column, params.context, value[i]);
   }
 }
@@ -335,10 +326,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 inline cudaError_t finish(const TriangularConvParams& params, int splits) {
   const int64_t blocks = static_cast<int64_t>(params.heads) * ceil_div(params.context, kTile) *
                          ceil_div(params.context, kBlockRows);
-  return with_dtype(params.weight_dtype, [&](auto gradient) {
-    return launch(params, finish_kernel<decltype(gradient)>, blocks, kFinishThreads, 0, params,
-                  splits);
-  });
+  return launch(params, finish_kernel, blocks, kFinishThreads, 0, params, splits);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -356,6 +344,12 @@ cudaError_t launch_grad_weight(const TriangularConvParams& params) {
   const cudaError_t status = launch(params, partial_kernel<Set, int>,
                                     partial_blocks(params, splits), kThreads, 0, params, splits);
   return status == cudaSuccess ? finish(params, splits) : status;
+}
+
+template <typename Set>
+KernelSet kernel_set() {
+  return {launch_product<Set, false>, launch_product<Set, true>, workspace_bytes,
+          launch_grad_weight<Set>, false};
 }
 
 }  // namespace tensor

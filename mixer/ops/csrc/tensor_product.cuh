@@ -53,10 +53,8 @@ __device__ inline Tile locate(const TriangularConvParams& params, int block) {
 // Loads the slices of W and of x (or dy), one pair per call, tokens ascending.
 template <typename Element, bool kTransposed>
 struct ProductLoader {
-  static constexpr int kVector = Sizes<Element>::kVector;
-  static constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
-  using WeightLayout = std::conditional_t<kTransposed, MnMajor<Element>, KMajor<Element>>;
-  using InputLayout = MnMajor<Element>;
+  using WeightLayout = std::conditional_t<kTransposed, MnMajor, KMajor>;
+  using InputLayout = MnMajor;
 
   const TriangularConvParams& params;
   const Element* weight;  // of this head, or its strip
@@ -131,14 +129,12 @@ struct ProductLoader {
 //
 // From registers to global memory. Bias and residual are added before the only rounding.
 
-// How many columns of a row a lane stores at once, and how it gets them. In a block of 8 columns
-// each lane of a quad holds 2. For 16-bit types a lane stores 8 columns: the quad exchanges its
-// parts of 4 blocks.
-template <typename Set, typename Element>
+// In a block of 8 columns each lane of a quad holds 2. To store 8 columns of a row at once, the
+// lanes of a quad exchange their parts of 4 blocks.
+template <typename Set>
 struct Piece {
-  using Bits = uint4;
+  using Element = typename Set::Element;
   static constexpr int kBlocks = 4;
-  static constexpr int kLaneColumns = 8;
 
   union Pair {
     uint32_t bits;
@@ -187,32 +183,16 @@ struct Piece {
   }
 };
 
-template <typename Set>
-struct Piece<Set, float> {
-  using Bits = float2;
-  static constexpr int kBlocks = 1;
-  static constexpr int kLaneColumns = 2;
-
-  __device__ __forceinline__ static void add(float (&value)[1][2], float2 added) {
-    value[0][0] += added.x;
-    value[0][1] += added.y;
-  }
-
-  __device__ __forceinline__ static float2 round(const float (&value)[1][2]) {
-    return make_float2(value[0][0], value[0][1]);
-  }
-};
-
 // Stores a warp's part of a tile.
 template <typename Set, bool kTransposed>
 __device__ __forceinline__ void store_result(const typename Set::Accumulator& sum,
                                              const TriangularConvParams& params, const Tile& tile) {
   using Element = typename Set::Element;
-  using Piece = tensor::Piece<Set, Element>;
+  using Piece = tensor::Piece<Set>;
   const int lane = read_lane();
   const int width = params.channels / params.heads;
-  const int64_t column = tile.column0 + warp_column() * kWarpTile +
-                         Set::quad_place(lane) * Piece::kLaneColumns;
+  const int64_t column =
+      tile.column0 + warp_column() * kWarpTile + Set::quad_place(lane) * kVector;
   const int64_t first_channel = static_cast<int64_t>(tile.head) * width;
   const bool has_bias = !kTransposed && params.bias != nullptr;
   const bool has_residual = !kTransposed && params.residual != nullptr;
@@ -241,13 +221,13 @@ __device__ __forceinline__ void store_result(const typename Set::Accumulator& su
       if (has_residual) {
         const int64_t place =
             sample * params.residual_batch_stride + row * params.residual_token_stride + channel;
-        typename Piece::Bits added = {};
-        if (inside) added = *reinterpret_cast<const typename Piece::Bits*>(residual + place);
+        uint4 added = {};
+        if (inside) added = *reinterpret_cast<const uint4*>(residual + place);
         Piece::add(value, added);
       }
-      const typename Piece::Bits bits = Piece::round(value);
+      const uint4 bits = Piece::round(value);
       const int64_t place = (sample * params.tokens + row) * params.channels + channel;
-      if (inside) __stcg(reinterpret_cast<typename Piece::Bits*>(output + place), bits);
+      if (inside) __stcg(reinterpret_cast<uint4*>(output + place), bits);
       for (channel += 8 * Piece::kBlocks; channel >= width; channel -= width) ++sample;
     }
   }
@@ -264,7 +244,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
     using Loader = ProductLoader<Element, kTransposed>;
     using LeftLayout = typename Loader::WeightLayout;
     using RightLayout = typename Loader::InputLayout;
-    constexpr int kSliceDepth = Sizes<Element>::kSliceDepth;
     alignas(128) __shared__ unsigned char memory[Set::kSharedBytes];
 
     const Tile tile = locate<kTransposed>(params, blockIdx.x);

@@ -1,9 +1,8 @@
 // What the tensor core kernels of sm_70 and sm_80 share: 4 warps hold a 128 x 128 tile of the
 // result in registers and multiply slices that lie in several stages of shared memory.
 //
-// A slice of a factor is 128 rows by 64 bytes of depth, 8 KB for every type: 32 values of 16 bits
-// or 16 of 32. (The rows of the left factor are rows of the result, those of the right factor its
-// columns.)
+// Values have 16 bits. A slice of a factor is 128 rows by a depth of 32 values, 8 KB. (The rows of
+// the left factor are rows of the result, those of the right factor its columns.)
 //
 // The kernels are templates of a set, volta::Set or ampere::Set<Element>, which has
 //   kIsHere            whether this build's GPU has its instructions
@@ -29,6 +28,8 @@ constexpr int kThreads = 128;       // 2 x 2 warps
 // per multiprocessor: one computes while the other waits or stores its tile
 constexpr int kBlocksResident = 2;
 constexpr int kVectorBytes = 16;    // bytes per copy
+constexpr int kVector = 8;          // values per copy
+constexpr int kSliceDepth = 32;
 constexpr int kSliceDepthBytes = 64;
 constexpr int kSliceBytes = kTile * kSliceDepthBytes;
 constexpr int kStageBytes = 2 * kSliceBytes;  // the left factor's slice, then the right one's
@@ -41,13 +42,6 @@ constexpr int kWarpTile = kWarpGroups * 16;
 constexpr int kRowStep = 32;  // rows from a warp's group to its next
 
 enum Side { kLeft, kRight };
-
-// Sizes in values instead of bytes.
-template <typename Element>
-struct Sizes {
-  static constexpr int kVector = kVectorBytes / sizeof(Element);
-  static constexpr int kSliceDepth = kSliceDepthBytes / sizeof(Element);
-};
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
@@ -83,7 +77,6 @@ __host__ __device__ __forceinline__ constexpr int add_to_offset(int own, int byt
 }
 
 // Depth is contiguous: slice[row][depth], 4 vectors per row, two rows per line.
-template <typename Element>
 struct KMajor {
   static constexpr int kVectorsAcross = kSliceDepthBytes / kVectorBytes;
 
@@ -92,17 +85,13 @@ struct KMajor {
   }
 };
 
-// Rows are contiguous: slice[depth][row]. 32-bit values are read one by one, since no instruction
-// transposes them: a warp then reads 8 neighbours (2 vectors) at 4 depths at once, and the swizzle
-// gives each depth its own pair of vectors.
-template <typename Element>
+// Rows are contiguous: slice[depth][row].
 struct MnMajor {
-  static constexpr int kVectorsAcross = kTile * sizeof(Element) / kVectorBytes;
-  static constexpr int kRowBytes = kTile * sizeof(Element);
+  static constexpr int kVectorsAcross = kTile / kVector;
+  static constexpr int kRowBytes = kTile * 2;
 
   __host__ __device__ static constexpr int offset(int depth, int vector) {
-    const int moved = sizeof(Element) == 4 ? depth % 4 * 2 : depth % 8;
-    return depth * kRowBytes + (vector ^ moved) * kVectorBytes;
+    return depth * kRowBytes + (vector ^ (depth % 8)) * kVectorBytes;
   }
 };
 

@@ -38,8 +38,8 @@ __device__ __forceinline__ void mma(float (&sum)[8], uint2 left, uint2 right);
 
 #define MIXER_MMA(LeftLayout, RightLayout, layouts)                                                \
   template <>                                                                                      \
-  __device__ __forceinline__ void mma<LeftLayout<__half>, RightLayout<__half>>(                    \
-      float (&sum)[8], uint2 left, uint2 right) {                                                  \
+  __device__ __forceinline__ void mma<LeftLayout, RightLayout>(float (&sum)[8], uint2 left,        \
+                                                               uint2 right) {                      \
     asm("mma.sync.aligned.m8n8k4." layouts ".f32.f16.f16.f32 "                                     \
         "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9}, {%10, %11}, "                                 \
         "{%0, %1, %2, %3, %4, %5, %6, %7};"                                                        \
@@ -57,7 +57,7 @@ using Element = __half;
 
 constexpr int kStages = 2;
 constexpr int kMmaDepth = 8;
-constexpr int kMmaSteps = Sizes<Element>::kSliceDepth / kMmaDepth;
+constexpr int kMmaSteps = kSliceDepth / kMmaDepth;
 #if __CUDA_ARCH__ >= 800
 // newer GPUs, where these kernels only run in tests, need registers to emulate m8n8k4
 constexpr int kUnrolledSteps = 1;
@@ -93,9 +93,9 @@ struct HeldCopies {
 // its row. The 8 lanes that read at once have 8 neighbouring rows, or 4 rows twice, so the swizzle
 // prevents bank conflicts.
 template <Side kSide>
-__device__ __forceinline__ Fragment load_fragment(KMajor<Element>, const unsigned char* slice,
+__device__ __forceinline__ Fragment load_fragment(KMajor, const unsigned char* slice,
                                                   int row, int step) {
-  const int own = KMajor<Element>::offset(first_row(kSide, lane()) + lane() % 4, 0);
+  const int own = KMajor::offset(first_row(kSide, lane()) + lane() % 4, 0);
   const uint4 vector =
       *reinterpret_cast<const uint4*>(slice + row * kSliceDepthBytes + (own ^ step * kVectorBytes));
   return {{make_uint2(vector.x, vector.y), make_uint2(vector.z, vector.w)}};
@@ -105,16 +105,14 @@ __device__ __forceinline__ Fragment load_fragment(KMajor<Element>, const unsigne
 // once have 4 depths, which the swizzle separates, and either both halves of a vector or the same
 // half twice.
 template <Side kSide>
-__device__ __forceinline__ Fragment load_fragment(MnMajor<Element>, const unsigned char* slice,
+__device__ __forceinline__ Fragment load_fragment(MnMajor, const unsigned char* slice,
                                                   int row, int step) {
-  using Layout = MnMajor<Element>;
   Fragment fragment;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
-    const int own = Layout::offset(part * 4 + lane() % 4, lane() / 16);
-    const int row_offset =
-        add_to_offset(own, row * static_cast<int>(sizeof(Element))) + half(kSide, lane()) * 8;
-    const unsigned char* place = slice + step * kMmaDepth * Layout::kRowBytes + row_offset;
+    const int own = MnMajor::offset(part * 4 + lane() % 4, lane() / 16);
+    const int row_offset = add_to_offset(own, row * 2) + half(kSide, lane()) * 8;
+    const unsigned char* place = slice + step * kMmaDepth * MnMajor::kRowBytes + row_offset;
     fragment.part[part] = *reinterpret_cast<const uint2*>(place);
   }
   return fragment;

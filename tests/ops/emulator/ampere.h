@@ -72,32 +72,30 @@ inline float value_of(uint32_t word, int i, __half) {
 inline float value_of(uint32_t word, int i, __nv_bfloat16) {
   return __uint_as_float(word >> i * 16 << 16);
 }
-inline float value_of(uint32_t word, int, float) { return __uint_as_float(word); }
 
-// mma.sync.aligned.m16n8kK.row.col, K values of 32 bytes.
+// mma.sync.aligned.m16n8k16.row.col.
 template <typename Element>
 void mma(float (&sum)[4], const uint32_t (&left)[4], uint32_t right0, uint32_t right1) {
   operands[thread_index.x] = {sum, {left[0], left[1], left[2], left[3]}, {right0, right1}};
   meet_warp(-10, [&] {
-    constexpr int kPerWord = 4 / sizeof(Element), kHalf = 4 * kPerWord, kDepth = 2 * kHalf;
     const Operands* warp = operands + thread_index.x / 32 * 32;
-    float rows[16][kDepth], columns[8][kDepth];
+    float rows[16][16], columns[8][16];
     for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < kPerWord; ++i) {
-        const int depth = lane % 4 * kPerWord + i;
+      for (int i = 0; i < 2; ++i) {
+        const int depth = lane % 4 * 2 + i;
         for (int part = 0; part < 4; ++part) {
-          rows[lane / 4 + part % 2 * 8][depth + part / 2 * kHalf] =
+          rows[lane / 4 + part % 2 * 8][depth + part / 2 * 8] =
               value_of(warp[lane].left[part], i, Element());
         }
         for (int part = 0; part < 2; ++part) {
-          columns[lane / 4][depth + part * kHalf] = value_of(warp[lane].right[part], i, Element());
+          columns[lane / 4][depth + part * 8] = value_of(warp[lane].right[part], i, Element());
         }
       }
     }
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
         const float *row = rows[lane / 4 + i / 2 * 8], *column = columns[lane % 4 * 2 + i % 2];
-        for (int k = 0; k < kDepth; ++k) warp[lane].sum[i] += row[k] * column[k];
+        for (int k = 0; k < 16; ++k) warp[lane].sum[i] += row[k] * column[k];
       }
     }
   });

@@ -74,8 +74,10 @@ def nvcc(*arguments) -> None:
 
 
 def exports(architecture: str) -> str:
-    """What ends the unit with the set of an architecture."""
-    return f'const KernelSet kernels = {architecture}_kernels();\n#include "library.h"\n'
+    """What ends the unit with the sets of an architecture."""
+    dtype = "dtype" if architecture == "ampere" else ""
+    chosen = f"KernelSet kernels(int dtype) {{ return {architecture}_kernels({dtype}); }}"
+    return f'{chosen}\n#include "library.h"\n'
 
 
 # ------------------------------------------------------------------------- Volta and Ampere
@@ -92,11 +94,9 @@ AMPERE = [
     ptx(r"cp\.async\.cg", "(void)bytes; emulator::copy_async(shared, global, valid);"),
     ptx(r"cp\.async\.commit_group", "emulator::commit_copies();"),
     ptx(r"cp\.async\.wait_group", "emulator::wait_copies(kPending);"),
-    ptx(r"ld\.shared\.b32", "memcpy(&value, emulator::own_block().shared + shared, 4);"),
     ptx(r"ldmatrix\S*x4\.shared", "emulator::load_matrices(shared, f.part, false);"),
     ptx(r"ldmatrix\S*x4\.trans", "emulator::load_matrices(shared, f.part, true);"),
     ptx(r"mma\.sync", "emulator::mma<Element>(sum, left.part, right0, right1);"),
-    ptx(r"cvt\.rna\.tf32", "rounded = value;"),
     (r"__cvta_generic_to_shared\(pointer\)", "emulator::shared_address(pointer)"),
 ]
 VOLTA = [*TENSOR, (r"asm\(.*?\)\);", "emulator::mma(sum, left, right, layouts);")]

@@ -1,5 +1,5 @@
-// y = W x + bias + residual (kTransposed = false) and dx = W^T dy (kTransposed = true) on Hopper's
-// tensor cores.
+// y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,i,j] * x[b,j,c] and (kTransposed)
+// dx[b,j,c] = sum over i >= j of W[h,i,j] * dy[b,i,c], on Hopper's tensor cores.
 //
 // Tokens are counted in blocks of 64. Forward numbers the blocks from first to last, grad-input
 // from last to first, which makes it a lower triangle too: row block r of the result needs the
@@ -23,8 +23,6 @@
 //     an output box while the other multipliers continue. The next tile has to wait for the last
 //     row block of a thread block, so that one uses the last stage as its output boxes and stores
 //     both at once.
-#pragma once
-
 #include "hopper_maps.h"
 #include "hopper_tile.cuh"
 #include "kernels.h"
@@ -734,6 +732,15 @@ cudaError_t launch_product(const TriangularConvParams& params) {
   return params.dtype == MIXER_FLOAT16
              ? launch_shape<__half, kTransposed, kWithResidual>(params, arguments)
              : launch_shape<__nv_bfloat16, kTransposed, kWithResidual>(params, arguments);
+}
+
+cudaError_t forward(const TriangularConvParams& params) {
+  return params.residual ? launch_product<false, true>(params)
+                         : launch_product<false, false>(params);
+}
+
+cudaError_t grad_input(const TriangularConvParams& params) {
+  return launch_product<true, false>(params);
 }
 
 }  // namespace hopper
