@@ -1,6 +1,6 @@
 """Optimizers; mixer/training/optim.py says which one trains what:
 
-muon              the matrices of linear layers
-triangular_adamw  mixing weights, and their shared lags
-chained           several optimizers as one
+muon         the matrices of linear layers
+shared_lags  AdamW for mixing weights that also learn as their lags
+chained      several optimizers as one
 """

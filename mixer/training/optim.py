@@ -13,10 +13,9 @@ from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.common.options import option
-from mixer.ops.lags import row_parts
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import Muon
-from mixer.optimizers.triangular_adamw import TriangularAdamW
+from mixer.optimizers.shared_lags import SharedLagsAdamW
 
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 
@@ -127,32 +126,23 @@ def adamw(
     processes: dist.ProcessGroup | None,
     compile: Callable[[Callable], Callable] | None,
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for everything; weights decay, biases, norms and lags do not.
-
-    The triangles of mixing weights are updated alone where weights learn as their lags, and where
-    it saves memory traffic: compiled, and of large weights.
-    """
+    """AdamW for everything; weights decay, biases, norms and lags do not."""
     context = max((part.shape[-1] for part in kinds.mixing + kinds.lags), default=0)
-    lags = lags_lr(config, context)
-    decay = config.weight_decay
+    lags, decay = lags_lr(config, context), config.weight_decay
     groups = [
         {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
         {"params": kinds.lags, "weight_decay": 0.0, "lr_factor": lags},
         {"params": kinds.embeddings, "weight_decay": decay},
         {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
+        {"params": kinds.mixing, "weight_decay": decay, "lr_factor": config.mixing_lr},
     ]
-    shared = lags / config.mixing_lr if config.shared_lags else 0.0
-    own = {"lr_factor": config.mixing_lr, "shared_lags": shared}
-    mixing = [{"params": kinds.mixing, "weight_decay": decay} | own]
-    saves = compile is not None and any(len(row_parts(w.shape[-1])) > 1 for w in kinds.mixing)
-    triangular = kinds.mixing and (config.shared_lags or saves)
-    groups = [group for group in groups + mixing * (not triangular) if group["params"]]
+    if config.shared_lags:
+        groups[-1]["shared_lags"] = lags / config.mixing_lr
+    groups = [group for group in groups if group["params"]]
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     # Fused on every device: it is the implementation that skips a step on the device.
-    parts = [torch.optim.AdamW(groups, fused=True, **settings)] if groups else []
-    if triangular:
-        parts.append(TriangularAdamW(mixing, **settings, compile=compile or as_it_is))
-    return parts
+    kind = SharedLagsAdamW if config.shared_lags else torch.optim.AdamW
+    return [kind(groups, fused=True, **settings)] if groups else []
 
 
 def lags_lr(config: OptimConfig, context: int) -> float:

@@ -5,12 +5,11 @@ import torch
 from models import small_model
 from torch import nn
 
-from mixer.ops import lags as lags_module
-from mixer.ops.lags import diagonal_sums, row_parts, toeplitz_rows
+from mixer.ops.lags import diagonal_sums
 from mixer.ops.plain import triangular_conv
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import STEPS, A, B, C, Muon, iterate, normalized
-from mixer.optimizers.triangular_adamw import TriangularAdamW
+from mixer.optimizers.shared_lags import SharedLagsAdamW
 from mixer.training.optim import OptimConfig, build_optimizer
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
@@ -136,7 +135,8 @@ def test_shared_lags_are_training_of_a_weight_and_its_lags():
     weight = torch.randn(2, 3, 6, 6, dtype=torch.float64).tril()
     one, two = Mixing(weight, False), Mixing(weight, True)
     settings = {"betas": (0.9, 0.99), "eps": 1e-8}
-    ours = TriangularAdamW([{"params": [one.weight], "shared_lags": 0.5}], lr=0.05, **settings)
+    group = {"params": [one.weight], "shared_lags": 0.5, "weight_decay": 0.0}
+    ours = SharedLagsAdamW([group], lr=0.05, fused=True, **settings)
     theirs = torch.optim.AdamW(
         [{"params": [two.weight], "lr": 0.05}, {"params": [two.lags], "lr": 0.025}],
         weight_decay=0.0,
@@ -154,47 +154,11 @@ def test_shared_lags_are_training_of_a_weight_and_its_lags():
     assert two.lags.abs().mean() > 0.05  # the lags did learn
 
 
-@pytest.mark.parametrize("rows", (2, 8), ids=("in parts", "at once"))
-def test_lags_are_summed_and_spread_along_diagonals(rows, monkeypatch):
-    monkeypatch.setattr(lags_module, "ROWS", rows)
-    assert len(row_parts(7)) == (3 if rows == 2 else 1)
-    x, lags = torch.randn(2, 3, 7, 7).double(), torch.randn(2, 3, 7).double()
-    found = diagonal_sums(x)
-    sums = [x.diagonal(-lag, -2, -1).sum(-1) for lag in range(7)]
-    assert torch.allclose(found, torch.stack(sums, -1))
-    for first, end in row_parts(7):
-        found = toeplitz_rows(lags, end - first, end)
-        assert torch.equal(found, toeplitz(lags)[..., first:end, :end])
-
-
-@pytest.mark.parametrize("rows", (2, 8), ids=("in parts", "at once"))
-def test_the_update_of_triangles_is_torchs_and_leaves_what_is_dead(rows, monkeypatch):
-    """Step by step, with clipping and weight decay, and from one's state on by the other."""
-    monkeypatch.setattr(lags_module, "ROWS", rows)
-    weights = [torch.randn(2, 1, 7, 7, dtype=torch.float64) for _ in range(3)]
-    gradients = [[torch.randn_like(weight).tril() for weight in weights] for _ in range(6)]
-    ours, theirs = ([nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
-    settings = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-8}
-    one = TriangularAdamW([{"params": ours, "weight_decay": 0.1}], **settings)
-    two = torch.optim.AdamW(theirs, weight_decay=0.1, fused=True, **settings)
-    for step in range(6):
-        for optimizer, parameters in ((one, ours), (two, theirs)):
-            for parameter, gradient in zip(parameters, gradients[step], strict=True):
-                parameter.grad = gradient.clone()
-            optimizer.grad_scale = torch.tensor(2.0**step)
-            optimizer.found_inf = torch.tensor(float(step == 2))
-            optimizer.step()
-        for mine, their in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(mine.tril(), their.tril(), rtol=1e-12, atol=0)
-            torch.testing.assert_close(one.state[mine], two.state[their], rtol=1e-12, atol=0)
-        if step == 3:
-            one.state, two.state = (
-                {p: dict(b.state[q]) for p, q in zip(ps, qs, strict=True)}
-                for ps, b, qs in ((ours, two, theirs), (theirs, one, ours))
-            )
-    for mine, old in zip(ours, weights, strict=True):
-        first, end = row_parts(7)[0]
-        assert torch.equal(mine[..., first:end, end:], old[..., first:end, end:])
+@pytest.mark.parametrize("context", (1, 2, 7))
+def test_lags_are_summed_along_diagonals(context):
+    x = torch.randn(2, 3, context, context).double()
+    sums = [x.diagonal(-lag, -2, -1).sum(-1) for lag in range(context)]
+    assert torch.allclose(diagonal_sums(x), torch.stack(sums, -1))
 
 
 def trained(found_inf: list[float]) -> list[torch.Tensor]:
@@ -205,9 +169,9 @@ def trained(found_inf: list[float]) -> list[torch.Tensor]:
     parameters = [nn.Parameter(torch.randn(s)) for s in ((8, 16), (1, 1, 5, 5), (6,))]
     matrices, mixing, vectors = parameters
     settings = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
-    triangular = TriangularAdamW([{"params": [mixing], "shared_lags": 1.0}], **settings)
-    adamw = torch.optim.AdamW([vectors], fused=True, **settings)
-    optimizer = ChainedOptimizer([adamw, triangular, Muon([matrices], lr=0.1, weight_decay=0.1)])
+    groups = [{"params": [vectors]}, {"params": [mixing], "shared_lags": 1.0}]
+    adamw = SharedLagsAdamW(groups, fused=True, **settings)
+    optimizer = ChainedOptimizer([adamw, Muon([matrices], lr=0.1, weight_decay=0.1)])
     gradients = torch.Generator().manual_seed(1)
     for bad in found_inf:
         for parameter in parameters:
