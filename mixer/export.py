@@ -15,16 +15,12 @@ import torch
 from huggingface_hub import ModelCardData
 
 from mixer.checkpoints.format import earlier_settings, read_trainer
-from mixer.checkpoints.pretrained import (
-    check_finite,
-    load_checkpoint,
-    require_masked_mixer,
-    settled,
-)
+from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled
 from mixer.checkpoints.writer import MODULES_FILE, write_modules
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_new, whole_directory
 from mixer.common.parsing import as_yaml
+from mixer.data.tokenizer import read_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.metrics_file import read_metrics
 
@@ -69,8 +65,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     is not finite, in fp32 or in `dtype`.
     """
     check_new(output)
-    model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"))
-    require_masked_mixer(checkpoint, model)
+    model, tokenizer = load_masked_mixer(checkpoint), read_tokenizer(str(checkpoint))
     model.config.mixing_backend = "auto"
     model.to(WEIGHT_TYPES[dtype])
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")

@@ -131,8 +131,8 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
         say(f"passing over {path}: {problem}")
     if candidates:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
-            f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); choose "
-            f"another name, give another checkpoint.resume, or delete {directory} to start afresh"
+            f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); give "
+            "another checkpoint.resume, or choose another name to start afresh"
         )
     return None
 

@@ -128,15 +128,12 @@ def load_checkpoint(
 def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
     """`load_checkpoint`, of a masked mixer alone, on the CPU; a tokenizer may be missing."""
     check_checkpoint(directory)
-    return require_masked_mixer(directory, load_model(directory, load_model_config(directory)))
-
-
-def require_masked_mixer(directory: Path, model: PreTrainedModel) -> MaskedMixerForCausalLM:
-    """The model. Raises UserError for another architecture."""
-    if not isinstance(model, MaskedMixerForCausalLM):
-        kind = model.config.model_type
-        raise UserError(f"checkpoint {directory} is a {kind}: give one of a masked mixer")
-    return model
+    config = load_model_config(directory)
+    if not isinstance(config, MaskedMixerConfig):
+        raise UserError(
+            f"checkpoint {directory} is a {config.model_type}: give one of a masked mixer"
+        )
+    return load_model(directory, config)
 
 
 def load_model_config(directory: Path) -> PreTrainedConfig:
