@@ -129,7 +129,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def pieces(text: str, most: int = PIECE) -> Iterator[str]:
-    """`text` cut into pieces of at most `most` characters, after the end of a line if there is one."""
+    """`text` in pieces of at most `most` characters, cut after a line where there is one."""
     start = 0
     while len(text) - start > most:
         end = text.rfind("\n", start, start + most) + 1 or start + most
