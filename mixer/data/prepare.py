@@ -219,11 +219,11 @@ class Corpus:
 
 # --- tokens ------------------------------------------------------------------
 
-Batch = list[tuple[str, str]]  # (split, document) of each
+Documents = list[tuple[str, str]]  # (split, document) of each
 
 
 def _write_tokens(
-    batches: Iterable[Batch], encode: Callable, workers: int, directory: Path, say: Say
+    batches: Iterable[Documents], encode: Callable, workers: int, directory: Path, say: Say
 ) -> dict[str, Counter]:
     """Writes the token files, and returns what the manifest says of each split."""
     counts = {name: Counter() for name in SPLITS}
@@ -256,7 +256,7 @@ def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
     )
 
 
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Documents]:
     batch, size = [], 0
     for split, document in documents:
         batch.append((split, document))
@@ -269,7 +269,7 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
 
 def _encoder(
     tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, are_pairs: bool
-) -> Callable[[Batch], list[tuple[str, bytes, Counter]]]:
+) -> Callable[[Documents], list[tuple[str, bytes, Counter]]]:
     """A function from a batch to (split, tokens, counts) of each document. EOS ends each text."""
     encode = tokenizing.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
     eos = np.array([tokenizer.eos_token_id], dtype).tobytes()

@@ -36,7 +36,8 @@ LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 REMEDY = (
     "correct it (iconv converts text to UTF-8), copy the file again if it is cut short, or name "
     "another data.text_field (eval.py: --text-field); a dataset of the hub needs its exact names "
-    "and the network, and pip install backports.zstd for .zst files"
+    "and the network, your own files data.source=text, jsonl or parquet (eval.py: --text), and "
+    ".zst files of the hub pip install backports.zstd"
 )
 
 
@@ -69,7 +70,7 @@ def documents(
     """
     found, missing, fields = 0, 0, []
     for text in itertools.chain.from_iterable(map(part_texts, parts)):
-        if isinstance(text, list):
+        if isinstance(text, list):  # a row without text: its fields
             missing, fields = missing + 1, fields or text
             if missing == FIRST_ROWS and not found:
                 break
@@ -210,7 +211,7 @@ READERS = {
 def local_files(config: DataConfig) -> list[Path]:
     """The files that `config.path` names, sorted, each once, however many links lead to it. A
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
-    parquet, have one of the source's suffixes. Raises UserError for none, or unreadable ones.
+    parquet, have one of the source's suffixes. Raises UserError if none, or not all, can be read.
     """
     path, suffixes = Path(config.path).expanduser(), SUFFIXES.get(config.source, ("",))
     wanted = f" ending in {', '.join(suffixes)}" if any(suffixes) else ""
