@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import STAGE, sha256, whole_directory
-from mixer.data import tokenizer as tokenizers
+from mixer.data import tokenizer as tokenizing
 from mixer.data.batches import Samples
 from mixer.data.config import TASKS, DataConfig, check, unused_options, without_unused
 from mixer.data.prepared import SPLITS, Manifest, PairFile, TokenFile
@@ -64,7 +64,7 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     if config.source in TASKS:
         manifest, splits, tokenizer = open_task(config, context)
     else:
-        manifest, tokenizer = prepare(config), tokenizers.load_tokenizer(config.directory)
+        manifest, tokenizer = prepare(config), tokenizing.load_tokenizer(config.directory)
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
@@ -72,18 +72,16 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return Data(manifest, *splits, tokenizer, tokenizers.token_bytes(tokenizer))
+    return Data(manifest, *splits, tokenizer, tokenizing.token_bytes(tokenizer))
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
     """Tokenise the corpus of `config` into `config.directory`, unless that was done already, and
-    return its manifest.
+    return its manifest. Of several processes one works, and the others wait and find it done.
 
-    Safe to call from several processes at once: one works, the others wait and find it done.
-    `say` is told how far it is. Files of the source that change later are not noticed: a directory
-    stands for the settings it was made with. Raises UserError for a source that cannot be used, and
-    for a directory that holds anything else than data of the same settings; nothing is ever
-    overwritten, and a refusal leaves nothing behind.
+    Files of the source that change later are not noticed: a directory stands for the settings it
+    was made with. Raises UserError for a source that cannot be used, and for a directory that holds
+    anything else; nothing is ever overwritten, and a refusal leaves nothing behind.
     """
     check(config)
     # Prepared data can be used where nothing can be written, so it takes no lock.
@@ -94,9 +92,7 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 
 
 def _existing(config: DataConfig) -> Manifest | None:
-    """The manifest of `config.directory` if it holds data of these settings; None if there is
-    nothing there.
-    """
+    """The manifest of `config.directory`, of data with these settings; None if nothing is there."""
     directory = Path(config.directory)
     if not (directory / "manifest.json").is_file():
         others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
@@ -108,16 +104,15 @@ def _existing(config: DataConfig) -> Manifest | None:
         return None
     manifest = Manifest.load(directory)
     wanted, found = _settings(config), manifest.settings
-    changed = [
+    changed = "".join(
         f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
         for name in sorted((wanted | found).keys() - unused_options(config))
         if found.get(name) != wanted.get(name)
-    ]
+    )
     if changed:
         raise UserError(
-            f"data.directory {directory} was prepared with other settings:\n{''.join(changed)}"
-            "Choose another data.directory, set these back, or delete the directory to prepare it "
-            "anew"
+            f"data.directory {directory} was prepared with other settings:\n{changed}"
+            "Choose another one, set these back, or delete it to prepare it anew"
         )
     manifest.verify(directory)
     return manifest
@@ -136,16 +131,16 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     training = (document for split, document in corpus.documents() if split == "train")
     texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        sample = tokenizers.training_sample(texts)
-        tokenizer, loses = tokenizers.train_tokenizer(sample, config.vocab_size), ""
+        sample = tokenizing.training_sample(texts)
+        tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
-        tokenizer = tokenizers.existing_tokenizer(config.tokenizer)
-        loses = tokenizers.loss_of_text(tokenizer, texts)
+        tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
+        loses = tokenizing.loss_of_text(tokenizer, texts)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
-    tokenizer = tokenizers.load_tokenizer(directory)  # as training reads it
+    tokenizer = tokenizing.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
-    vocab_size = tokenizers.vocabulary_size(tokenizer)
+    vocab_size = tokenizing.vocabulary_size(tokenizer)
     dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
     encode, batches = _encoder(tokenizer, dtype, are_pairs), _batches(corpus.documents(say))
     values = {
@@ -169,8 +164,7 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
 class Corpus:
     """What is prepared: a text of which some documents are held out, or a text for each split.
 
-    Finds the files, and reads until both splits have a document. Raises UserError for what cannot
-    be read, a file of both splits, and a split without a document.
+    Raises UserError for what cannot be read, a file of both splits, and an empty split.
     """
 
     def __init__(self, config: DataConfig):
@@ -201,10 +195,9 @@ class Corpus:
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text.
 
-        Where a share of them is held out, the split follows a hash of the text, so a document keeps
-        its split when the corpus grows or is reordered, and exact copies land in the same split.
-        Neither split is empty: the first document is for training, and the next that is no copy of
-        it for validation.
+        A share is held out by a hash of the text, so a document keeps its split when the corpus
+        grows or is reordered, and copies land in the same split. Neither split is empty: the first
+        document is for training, and the next that is no copy of it for validation.
         """
         if self.validation:
             for text in documents(self.validation, self.validation[0].config, say=say):
@@ -226,15 +219,13 @@ class Corpus:
 
 # --- tokens ------------------------------------------------------------------
 
-Batch = list[tuple[str, str]]  # (split, document) of each
+Documents = list[tuple[str, str]]  # (split, document) of each
 
 
 def _write_tokens(
-    batches: Iterable[Batch], encode: Callable, workers: int, directory: Path, say: Say
+    batches: Iterable[Documents], encode: Callable, workers: int, directory: Path, say: Say
 ) -> dict[str, Counter]:
-    """Writes the token files, and returns what the manifest says of each split. Every few seconds
-    `say` is told how far it is.
-    """
+    """Writes the token files, and returns what the manifest says of each split."""
     counts = {name: Counter() for name in SPLITS}
     began = said = time.perf_counter()
     with ExitStack() as opened:
@@ -248,24 +239,24 @@ def _write_tokens(
             files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
-                say(f"so far {_report(counts, said - began)}")
-    say(_report(counts, time.perf_counter() - began))
+                say(_report("tokenised so far", counts, said - began))
+    say(_report("tokenised", counts, time.perf_counter() - began))
     for split, count in counts.items():
         count["tokens_sha256"] = sha256(directory / f"{split}.bin")
         count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
     return counts
 
 
-def _report(counts: dict[str, Counter], seconds: float) -> str:
+def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
     done = sum(counts.values(), Counter())
     return (
-        f"tokenised: {done['documents']:,} documents ({counts['validation']['documents']:,} of "
-        f"them for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens "
-        f"in {seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
+        f"{what}: {done['documents']:,} documents ({counts['validation']['documents']:,} of them "
+        f"for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens in "
+        f"{seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
     )
 
 
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Documents]:
     batch, size = [], 0
     for split, document in documents:
         batch.append((split, document))
@@ -278,38 +269,35 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Batch]:
 
 def _encoder(
     tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, are_pairs: bool
-) -> Callable[[Batch], list[tuple[str, bytes, dict[str, int]]]]:
-    """A function from a batch to the split, the tokens and the counts of each document. A document
-    is followed by EOS, and each text of a pair is.
-    """
-    encode = tokenizers.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
+) -> Callable[[Documents], list[tuple[str, bytes, Counter]]]:
+    """A function from a batch to (split, tokens, counts) of each document. EOS ends each text."""
+    encode = tokenizing.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
     eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
 
-    def encode_document(document: str) -> tuple[bytes, dict[str, int]]:
+    def encode_document(document: str) -> tuple[bytes, Counter]:
         tokens, counts = b"", Counter(documents=1)
         for text in texts_of(document, are_pairs):
-            tokens += b"".join((*map(encode, tokenizers.pieces(text)), eos))
+            tokens += b"".join((*map(encode, tokenizing.pieces(text)), eos))
             counts.update(bytes=len(text.encode()), words=len(text.split()))
-        return tokens, counts | {"tokens": len(tokens) // len(eos)}
+        counts["tokens"] = len(tokens) // len(eos)
+        return tokens, counts
 
     return lambda batch: [(split, *encode_document(document)) for split, document in batch]
 
 
 def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:
-    """`task(job)` of each job, in the order of the jobs, computed by so many processes (0: one for
-    each core; 1: this process alone).
+    """`task(job)` of each job, in their order, computed by so many processes (0: one for each core;
+    1: this one). At most two jobs a worker are held at a time.
 
-    At most two jobs a worker are held at a time. An exception of the task is raised here. Raises
-    UserError if a worker is killed. The workers end when the generator does, or this process,
-    however that ends.
+    Raises what the task raises, and UserError if a worker is killed. The workers end when the
+    generator does, or this process, however that ends.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     workers = workers or len(cores)
     if workers == 1:
         yield from map(task, jobs)
         return
-    # Forks start at once. They use no GPU, and none of the tokenizer's threads: neither survives a
-    # fork.
+    # Forks start at once. They use no GPU and no threads of the tokenizer, which no fork inherits.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
     pool, given = ProcessPoolExecutor(workers, context, _begin_worker, (task,)), deque()

@@ -29,9 +29,7 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class SplitManifest:
-    """Counts of one split. `bytes` (UTF-8) and `words` (split at white space) are of the text;
-    `tokens` counts EOS.
-    """
+    """Counts of one split: `bytes` (UTF-8) and `words` of the text, `tokens` with EOS."""
 
     documents: int
     bytes: int
@@ -43,9 +41,7 @@ class SplitManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a prepared directory holds. `fingerprint` is one hash over all else here, and with it
-    over the hashes of all files.
-    """
+    """What a prepared directory holds. `fingerprint` is a hash over all else here."""
 
     dtype: str
     vocab_size: int
@@ -110,18 +106,15 @@ def fingerprint(values: dict) -> str:
 
 class TokenFile:
     """One split of prepared data as samples of `context` tokens, read from the file when they are
-    asked for. Memory does not grow with what was read, and with the data only by 8 bytes a
-    document, where it is not packed.
+    asked for. Memory grows only by 8 bytes a document, and only where the data is not packed.
 
     packed (a setting of the data): sample i is tokens[i * context : (i + 1) * context + 1], inputs
-    all but its last, targets all but its first; so every token but the first of the file is a
-    target once, except for a rest shorter than the context at the very end.
-    Otherwise: one document a row, padded with EOS; a longer document is cut into several rows, so
-    that each of its tokens but the first is a target exactly once. With the setting `cut`, a row
-    has the first `context` tokens of a document, and the rest of it is not used, nor its EOS.
+    all but its last, targets all but its first. Otherwise: one document a row, padded with EOS; a
+    longer document is cut into several rows, so that each of its tokens but the first is a target
+    exactly once. With the setting `cut`, a row has the first `context` tokens of a document, and
+    the rest of it is not used, nor its EOS.
 
-    Opening it compares the files with their SHA-256 (`Manifest.verify`). Raises UserError if the
-    data is missing or changed, or has no sample.
+    Raises UserError if the data is missing, not what its hashes say, or has no sample.
     """
 
     def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):
@@ -151,9 +144,7 @@ class TokenFile:
         return np.fromfile(f"{self.path}.docs.bin", "<i8")
 
     def _samples_before(self) -> np.ndarray:
-        """(documents + 1,): the samples before each document, and all; packed text counts as one
-        document.
-        """
+        """(documents + 1,): the samples before each document, and all. Packed text is one."""
         if self.packed:
             return np.array([0, (self.counts.tokens - 1) // self.context])
         targets = np.diff(self.document_ends(), prepend=0) - 1
@@ -184,9 +175,7 @@ class TokenFile:
         return start, min(start + self.context + (not self.cut), end - self.cut)
 
     def document_of(self, index: int) -> tuple[int, int, int]:
-        """Where the document of sample `index` starts and ends in the file, EOS included, and which
-        of its samples this is.
-        """
+        """Where a sample's document starts and ends (with EOS), and which of its samples it is."""
         document = int(np.searchsorted(self.samples_before, index, side="right")) - 1
         number = index - int(self.samples_before[document])
         if len(self.samples_before) == 2:  # packed, or indeed one document
@@ -209,8 +198,7 @@ class PairFile(TokenFile):
 
     Prepared with data.pair_field, a document is a pair: query, EOS, target, EOS. Others are cut
     into passages of `context` tokens, of which the first and second are a pair, the third and
-    fourth, and so on; the rest at the end of a document is in none. Raises UserError as TokenFile
-    does.
+    fourth, and so on; the rest at the end of a document is in none.
     """
 
     def _samples_before(self) -> np.ndarray:

@@ -36,7 +36,8 @@ LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 REMEDY = (
     "correct it (iconv converts text to UTF-8), copy the file again if it is cut short, or name "
     "another data.text_field (eval.py: --text-field); a dataset of the hub needs its exact names "
-    "and the network, and pip install backports.zstd for .zst files"
+    "and the network, your own files data.source=text, jsonl or parquet (eval.py: --text), and "
+    ".zst files of the hub pip install backports.zstd"
 )
 
 
@@ -65,12 +66,11 @@ def documents(
     """The documents of the parts, the first `max_documents` of them. An empty text is none, nor is
     white space, except with `blank`. Says at the end how many rows have no text.
 
-    Raises UserError for what cannot be read, too many rows without the text field, and where there
-    is no document.
+    Raises UserError for what cannot be read, too many rows without text, and no document.
     """
     found, missing, fields = 0, 0, []
     for text in itertools.chain.from_iterable(map(part_texts, parts)):
-        if isinstance(text, list):
+        if isinstance(text, list):  # a row without text: its fields
             missing, fields = missing + 1, fields or text
             if missing == FIRST_ROWS and not found:
                 break
@@ -94,10 +94,7 @@ def documents(
 
 
 def part_texts(part: Part) -> Iterator[str | list[str]]:
-    """The text of each row or file of a part; of a row that lacks it, the names of its fields.
-
-    Raises UserError for text that is not UTF-8, and whatever else cannot be read.
-    """
+    """The text of each row or file of a part; of a row that lacks it, the names of its fields."""
     number, config = 1, part.config
     try:
         for row in READERS[config.source](part):
@@ -214,9 +211,7 @@ READERS = {
 def local_files(config: DataConfig) -> list[Path]:
     """The files that `config.path` names, sorted, each once, however many links lead to it. A
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
-    parquet, have one of the source's suffixes.
-
-    Raises UserError if there are none, and for a folder or link below the path that cannot be read.
+    parquet, have one of the source's suffixes. Raises UserError if none, or not all, can be read.
     """
     path, suffixes = Path(config.path).expanduser(), SUFFIXES.get(config.source, ("",))
     wanted = f" ending in {', '.join(suffixes)}" if any(suffixes) else ""
@@ -240,8 +235,7 @@ def local_files(config: DataConfig) -> list[Path]:
     if others := sorted(inside - kept - named):
         number = f"{len(others):,}, such as {others[0]}"
         say_on_stderr(f"left out of {config.path}: files not{wanted} ({number})")
-    last_first = sorted(files, key=Path.as_posix, reverse=True)
-    once = {os.path.realpath(file): file for file in last_first}
+    once = {os.path.realpath(file): file for file in sorted(files, key=Path.as_posix)[::-1]}
     return sorted(once.values(), key=Path.as_posix)
 
 
@@ -305,8 +299,6 @@ def _builtin_files(config: DataConfig) -> list[Path]:
 
 
 def _python_files(folder: str) -> list[tuple[str, Path]]:
-    """(name, file) of each Python file below a folder. The name is relative to the folder, with
-    posix separators, so that it sorts the same everywhere.
-    """
+    """(name, file) of each; names relative to the folder sort the same everywhere."""
     files = (file for file in Path(folder).rglob("*.py") if file.is_file())
     return [(file.relative_to(folder).as_posix(), file) for file in files]

@@ -61,9 +61,8 @@ def mixed_corpus(folder: Path) -> Path:
     """Files of all kinds that hold rows of text, in several scripts; some are blank or missing."""
     texts = made_texts(200)
     for number, text in enumerate(texts):
-        texts[number] = [text, f"{text}\n{HARD}" * 3, f"{number} 日本語の文 and русский", " \n"][
-            number % 4
-        ]
+        kinds = text, f"{text}\n{HARD}" * 3, f"{number} 日本語の文 and русский", " \n"
+        texts[number] = kinds[number % 4]
     rows = [json.dumps({"text": text, "n": [None, 3][n > 9]}) for n, text in enumerate(texts)]
     rows[50] = "{}"
     rows[51] = '{"other": 1}'
@@ -112,13 +111,12 @@ def test_parquet_hub_and_jsonl_give_the_same_tokens(tmp_path, tokenizer):
     rows.select(range(30, 62)).to_json(tmp_path / "hub/train-1.jsonl")
     rows.to_parquet(tmp_path / "rows.parquet", batch_size=7)
     rows.save_to_disk(tmp_path / "[saved]")
-    places = {"hub": "hub", "jsonl": "hub", "parquet": "rows.parquet", "saved": "[saved]"}
     found = []
-    for name, place in places.items():
-        source = name if name != "saved" else "hub"
+    for given in ("hub hub", "jsonl hub", "parquet rows.parquet", "hub [saved]"):
+        source, place = given.split()
         config = DataConfig(source=source, path=str(tmp_path / place), tokenizer=tokenizer)
-        prepare(dataclasses.replace(config, directory=str(tmp_path / f"d-{name}")), quiet)
-        found.append(written(tmp_path / f"d-{name}")[:4])
+        prepare(dataclasses.replace(config, directory=str(tmp_path / given)), quiet)
+        found.append(written(tmp_path / given)[:4])
         assert documents_of(config) == rows["text"][:-1]
     assert all(files == found[0] for files in found)
 
@@ -126,9 +124,7 @@ def test_parquet_hub_and_jsonl_give_the_same_tokens(tmp_path, tokenizer):
 def test_every_document_comes_back_and_the_counts_are_true(tmp_path):
     texts = [*made_texts(60), HARD]
     manifest = prepare(config_of(tmp_path, texts), quiet)
-    found = {
-        split: decoded_documents(tmp_path / "prepared", split) for split in ("train", "validation")
-    }
+    found = {split: decoded_documents(tmp_path / "prepared", split) for split in manifest.splits}
     assert sorted(found["train"] + found["validation"]) == sorted(texts)
     for split, back in found.items():
         counts = manifest.splits[split]
@@ -200,10 +196,8 @@ def test_of_processes_that_prepare_at_once_one_does_and_the_others_say_that_they
     train_tokenizer(made_texts(20), 300).save_pretrained(str(tmp_path / "tok"))
     config = config_of(tmp_path, made_texts(1500), tokenizer=str(tmp_path / "tok"))
     processes = multiprocessing.get_context("fork")
-    running = [
-        processes.Process(target=_prepare_in_process, args=(config, tmp_path / "lines"))
-        for _ in range(3)
-    ]
+    given = {"target": _prepare_in_process, "args": (config, tmp_path / "lines")}
+    running = [processes.Process(**given) for _ in range(3)]
     for process in running:
         process.start()
     for process in running:

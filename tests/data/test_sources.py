@@ -31,8 +31,6 @@ from mixer.data.prepare import Corpus, prepare
 from mixer.data.prepared import Manifest
 from mixer.training.config import load_config
 
-WRITTEN_BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
-
 
 def lines(rows: list) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
@@ -336,7 +334,9 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
 
 
 def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):
-    shutil.copytree(WRITTEN_BEFORE / "data", tmp_path / "data")
+    shutil.copytree(
+        Path(__file__).parents[1] / "checkpoints/written_before/data", tmp_path / "data"
+    )
     before = Manifest.load(tmp_path / "data")
     config = DataConfig(**before.settings, directory=str(tmp_path / "data"))
     assert prepare(config, lambda line: pytest.fail(line)) == before

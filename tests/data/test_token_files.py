@@ -31,12 +31,6 @@ def prepared(tmp_path_factory) -> Path:
     return folder / "prepared"
 
 
-@pytest.fixture
-def damaged(prepared, tmp_path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(prepared, tmp_path / "copy"))
-
-
 def test_packed_samples_make_every_token_but_the_first_a_target_once(prepared):
     file = TokenFile(prepared, "train", 32)
     inputs, targets = file.batch(np.arange(len(file)))
@@ -90,7 +84,9 @@ def test_rows_that_are_cut_hold_the_beginning_of_a_document_without_its_end(tmp_
     assert sorted(rows) == sorted(wanted)  # "a" is too short to be scored
 
 
-def test_damaged_files_are_refused_on_opening(damaged):
+def test_damaged_files_are_refused_on_opening(prepared, tmp_path):
+    damaged = Path(shutil.copytree(prepared, tmp_path / "copy"))
+
     def refused(name, content, match="is not what preparing wrote .*; put that back, or delete"):
         file = damaged / name
         good = file.read_bytes() if file.exists() else None
@@ -137,19 +133,16 @@ FROZEN_LARGE = [7707422, 7980967, 2699730, 15822793]
 @pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097])
 def test_an_epoch_has_each_sample_once_whatever_their_number(samples):
     for epoch in range(3):
-        assert sorted(SampleOrder(samples, seed=1).indices(epoch * samples, samples)) == list(
-            range(samples)
-        )
+        found = SampleOrder(samples, seed=1).indices(epoch * samples, samples)
+        assert sorted(found) == list(range(samples))
 
 
 def test_the_position_is_all_that_a_resume_needs():
     whole = SampleOrder(37, seed=0).indices(0, 200)
     assert whole.dtype == np.int64
     for step in (1, 5, 64):  # whatever the batch size, and wherever it starts
-        parts = [
-            SampleOrder(37, 0).indices(start, min(step, 200 - start))
-            for start in range(0, 200, step)
-        ]
+        starts = range(0, 200, step)
+        parts = [SampleOrder(37, 0).indices(start, min(step, 200 - start)) for start in starts]
         assert np.array_equal(np.concatenate(parts), whole)
     assert len(SampleOrder(37, 0).indices(5, 0)) == 0
 
