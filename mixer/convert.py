@@ -1,10 +1,14 @@
-"""Checkpoints converted from and to the reference implementation of masked mixers, with its logits.
+"""Checkpoints converted: from and to the reference implementation of masked mixers, with its
+logits, and between the two forms of a mixing weight.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
+    python -m mixer.convert DIR --output DIR --mixing-weight lags
 
 The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
-second writes such weights.
+second writes such weights. The third gives each mixing weight one number for each distance of
+tokens, the mean of its diagonal, and says how far the weights were from having one. `full` is the
+way back, which changes nothing.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
 the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
@@ -15,6 +19,7 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
@@ -22,7 +27,9 @@ from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_wei
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_directory, whole_file
 from mixer.data.tokenizer import existing_tokenizer
-from mixer.models.masked_mixer.configuration import RECURRENT
+from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
+from mixer.models.masked_mixer.convolution import TriangularConv
+from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 
 def convert(
@@ -41,14 +48,7 @@ def convert(
         check_vocabulary(tokenizer, model.config.vocab_size, f"tokenizer {tokenizer_name!r}")
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
-    disable_progress_bar()  # of transformers: writing takes no time
-    with whole_directory(output) as stage:
-        check_new(output)  # another process may have written there
-        model.save_pretrained(stage)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(stage)
-    note = "" if tokenizer else ", without a tokenizer"
-    print(f"wrote {output}: {model.num_parameters():,} parameters{note}")
+    write(model, tokenizer, output)
     if not mixing:
         assumed = f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong."
         print(assumed, file=sys.stderr)
@@ -67,6 +67,48 @@ def convert_back(source: Path, output: Path) -> None:
     print(f"wrote {output}")
 
 
+def convert_mixing(source: Path, output: Path, form: str) -> None:
+    """Writes the model and tokenizer of a checkpoint with mixing weights of another form, full or
+    lags.
+    """
+    check_new(output)
+    model = load_masked_mixer(source)
+    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
+    if model.config.mixer_key_size:
+        about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
+    other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
+    given, taken = (
+        {name: part for name, part in of.named_modules() if isinstance(part, TriangularConv)}
+        for of in (model, other)
+    )
+    kept = {n: x for n, x in model.state_dict().items() if n.rpartition(".")[0] not in given}
+    other.load_state_dict(kept, strict=False)
+    changes = []
+    for name, conv in given.items():
+        weight = conv.mixing_weight().detach().tril()
+        taken[name].set_mixing_weight(weight)
+        taken[name].bias.data.copy_(conv.bias)
+        change = taken[name].mixing_weight().detach().tril() - weight
+        changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
+    has_tokenizer = (source / "tokenizer_config.json").exists()
+    write(other, existing_tokenizer(str(source)) if has_tokenizer else None, output)
+    mean, most = sum(changes) / max(1, len(changes)), max(changes, default=0.0)
+    print(f"mixing weights changed by {mean:.2%} of their norm in the mean, at most {most:.2%}")
+
+
+def write(
+    model: MaskedMixerForCausalLM, tokenizer: PreTrainedTokenizerBase | None, output: Path
+) -> None:
+    disable_progress_bar()  # of transformers: writing takes no time
+    with whole_directory(output) as stage:
+        check_new(output)  # another process may have written there
+        model.save_pretrained(stage)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(stage)
+    note = "" if tokenizer else ", without a tokenizer"
+    print(f"wrote {output}: {model.num_parameters():,} parameters{note}")
+
+
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
@@ -76,9 +118,13 @@ def main() -> None:
     one.add_argument("--tokenizer", metavar="NAME", help=how)
     how = "from a checkpoint here to the reference's weights"
     one.add_argument("--back", action="store_true", help=how)
+    how = "from a checkpoint here to one with mixing weights of this form"
+    one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
     add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
-    if options.back:
+    if options.mixing_weight:
+        convert_mixing(options.source, options.output, options.mixing_weight)
+    elif options.back:
         convert_back(options.source, options.output)
     else:
         convert(options.source, options.output, options.tokenizer, options.mixing)
