@@ -14,11 +14,11 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -86,31 +86,15 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
     print(said, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
+    work = directory / "objects"
+    work.mkdir()
     units = [
         unit
         for unit in sorted(sources.glob("*.cu"))
         if HOPPER_FLAG in flags or not unit.name.startswith("hopper")
     ]
-    objects = [directory / f"{unit.stem}.o" for unit in units]
-
-    def compile_unit(unit: Path, made: Path) -> str:
-        return run_nvcc(nvcc, *COMPILE_FLAGS, *flags, "-c", unit, "-o", made)
-
-    with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        log = list(compilers.map(compile_unit, units, objects))
-    # The CUDA runtime is linked in: no libcudart has to be found later. The nvcc wheel keeps it in
-    # lib, where its own profile says lib64.
-    search = f"-L{nvcc.parent.parent / 'lib'}"
-    linked = ["-shared", "-cudart=static", flags[-1], search, *objects]
-    log.append(run_nvcc(nvcc, *linked, "-o", directory / LIBRARY))
-    for made in objects:
-        made.unlink()
-    (directory / LOG).write_text("".join(log))
-
-
-def run_nvcc(nvcc: Path, *arguments: Path | str) -> str:
-    """What nvcc prints. Raises UserError if it fails."""
-    command = [nvcc, *arguments]
+    (work / "build.ninja").write_text(ninja_file(units, nvcc, flags))
+    command = [sys.executable, "-m", "ninja", "--quiet", "-C", work]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     printed = done.stdout.decode(errors="replace")
     if done.returncode:
@@ -120,7 +104,30 @@ def run_nvcc(nvcc: Path, *arguments: Path | str) -> str:
             "Use a CUDA toolkit that knows this GPU (for compute capability 7.0 the last is 12.9): "
             "`export CUDA_HOME=/path/to/cuda`."
         )
-    return printed
+    shutil.rmtree(work)
+    (directory / LOG).write_text(printed)
+
+
+def ninja_file(units: list[Path], nvcc: Path, flags: list[str]) -> str:
+    """How to make an object of each unit, and the library of all objects, one folder above."""
+
+    def command(*arguments: str) -> str:
+        return shlex.join([str(nvcc), *arguments]).replace("$", "$$") + " $in -o $out"
+
+    # The CUDA runtime is linked in: no libcudart has to be found later. The nvcc wheel keeps it in
+    # lib, where its own profile says lib64.
+    linked = ["-shared", "-cudart=static", flags[-1], f"-L{nvcc.parent.parent / 'lib'}"]
+    lines = [
+        "rule compile",
+        f"  command = {command(*COMPILE_FLAGS, *flags, '-c')}",
+        "rule link",
+        f"  command = {command(*linked)}",
+        f"build ../{LIBRARY}: link {' '.join(f'{unit.stem}.o' for unit in units)}",
+    ]
+    for unit in units:
+        path = re.sub("([$ :])", r"$\1", str(unit))  # what ends a name
+        lines.append(f"build {unit.stem}.o: compile {path}")
+    return "\n".join([*lines, ""])
 
 
 def architecture_flags(capability: tuple[int, int]) -> list[str]:

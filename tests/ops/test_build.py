@@ -36,7 +36,7 @@ def tiny(tmp_path):
     """A csrc with one small file, which builds in two seconds; unique, so that no other test's
     build is a hit.
     """
-    folder = tmp_path / "csrc"
+    folder = tmp_path / "c src"
     folder.mkdir()
     (folder / "tiny.cu").write_text(f"// {tmp_path}\n{TINY}")
     return folder
@@ -92,9 +92,10 @@ def test_kernels_compile_for_older_gpus_without_spills(architecture):
 @needs_nvcc
 def test_the_ladder_compiles_for_hopper_without_spills(tmp_path):
     """The versions in dev/cuda: each fits its registers, and no wgmma waits for the one before."""
-    flags = ["-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-cubin"]
-    nvcc, target = build.find_nvcc(), tmp_path / "ladder.cubin"
-    log = build.run_nvcc(nvcc, *flags, kernel_ladder.SOURCE, "-o", target)
+    command = [build.find_nvcc(), "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a"]
+    command += ["-Xptxas=-v", "-cubin", kernel_ladder.SOURCE, "-o", tmp_path / "ladder.cubin"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    log = done.stdout + done.stderr
     spills = spills_of(log)
     for version in ("naive", "shared", "register", "mma", "pipelined", "hopper"):
         assert any(f"{version}_kernel" in name for name in spills), version
