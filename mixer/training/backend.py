@@ -44,7 +44,9 @@ def settle_backend(
         if not own:
             continue
         backend, why = known.get(kind), "as the run did before"
-        if backend not in ("dense", "cuda"):
+        # A checkpoint may have a backend that is gone, such as the kernels for fp32.
+        is_gone = backend == "cuda" and own is plain and run.train.mixed_precision == "no"
+        if backend not in ("dense", "cuda") or is_gone:
             backend, why = race(own[0], run, world) if world.is_main else ("", "")
         world.say(f"{said}: auto takes {backend}, {why}")
         found[kind] = world.of_main(backend)

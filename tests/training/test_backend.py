@@ -85,9 +85,11 @@ def test_a_resume_keeps_the_choice_although_the_times_have_changed(begin, tmp_pa
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 12)
 
 
-def test_a_checkpoint_with_a_backend_that_is_gone_goes_on_by_a_new_choice(begin, finished):
+@pytest.mark.parametrize("gone", ["panels", "cuda"])
+def test_a_checkpoint_with_a_backend_that_is_gone_goes_on_by_a_new_choice(begin, finished, gone):
+    """Such as kernels for fp32, which is this run's type."""
     file, listing = (finished / "step-12/trainer_state" / n for n in ("trainer.json", "files.json"))
-    old = {"backend": "panels", "keyed": {"backend": "dense"}}
+    old = {"backend": gone, "keyed": {"backend": "dense"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"mixing": old}))
     listed = {"trainer_state/trainer.json": {"size": file.stat().st_size, "sha256": sha256(file)}}
     listing.write_text(json.dumps(json.loads(listing.read_text()) | listed))
