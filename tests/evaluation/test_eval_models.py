@@ -261,7 +261,7 @@ def test_an_unreadable_tokenizer_is_named(root, tmp_path):
         ({"window": 8, "stride": 9}, "the window 8, the stride 9: give .* --stride 1..window"),
         ({"text": []}, "on data that it does not name.*: give --data DIR, --text FILE"),
         ({"text": ["rows.jsonl"]}, "has no field 'text'; its fields: content.*: --text-field"),
-        ({"text": ["short.txt"]}, "short.txt is shorter than 2 tokens, so nothing can be pred"),
+        ({"text": ["short.txt"]}, "short.txt is shorter than 2 tokens: give a longer text"),
     ],
 )
 def test_each_bad_input_says_what_was_given_and_what_to_do(root, monkeypatch, options, message):
