@@ -293,16 +293,8 @@ def lines_of(files) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {},
-        {"runs": {}},
-        {"common": {}, "kinds": {"a": {512: {}}}},
-        {"common": {}, "seconds": 1, "rates": [1e-3], "kinds": {"a": {512: {}}}},
-    ],
-    ids=str,
-)
-def test_an_incomplete_plan_is_refused(plan):
-    with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
-        jobs_of(plan, {}, [], {})
+def test_an_incomplete_plan_is_refused():
+    kinds = {"common": {}, "kinds": {"a": {512: {}}}}
+    for plan in ({}, {"runs": {}}, kinds, kinds | {"seconds": 1, "rates": [1e-3]}):
+        with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
+            jobs_of(plan, {}, [], {})

@@ -243,13 +243,6 @@ def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):
     assert "tokenizer loses" not in evaluation_report([result])
 
 
-def test_an_unreadable_tokenizer_is_named(root, tmp_path):
-    shutil.copytree(root / "masked_mixer", tmp_path / "copy")
-    (tmp_path / "copy" / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="tokenizer .*copy.* cannot be read: .*; give .* with tok"):
-        evaluate(tmp_path / "copy", text=[str(root / "0.txt")])
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
