@@ -90,7 +90,7 @@ def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[
         first = float(step())  # compiles
         row = {"first_step_seconds": round(time.perf_counter() - began, 1)}
         second, third = float(step()), float(step())
-        if device == "cuda" and not form.graphs:  # a graph's own memory is not counted
+        if device == "cuda" and not form.graph:  # a graph's own memory is not counted
             torch.cuda.reset_peak_memory_stats()
             step()
             shared = memory.bytes if before else 0

@@ -8,7 +8,6 @@ other on a GPU and their rounds can interleave.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.training.compile import begin_graphs, compiled, compiled_parts, set_recompute
+from mixer.training.compile import compiled, compiled_parts, set_recompute
 from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
@@ -40,13 +39,13 @@ class Form:
     backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU dense
     compile: str = "no"  # ours: no, blocks, model; others: no, model
     recompute: str = "none"
-    graphs: bool = False  # ours, compiled: replayed as CUDA graphs
+    graph: bool = False  # its passes are replayed as a CUDA graph
 
 
 FORMS = {
     "blocks": Form("ours, each block and the loss compiled", compile="blocks"),
     "model": Form("ours, compiled whole", compile="model"),
-    "graphs": Form("blocks, replayed as CUDA graphs", compile="blocks", graphs=True),
+    "graph": Form("blocks, replayed as a CUDA graph", compile="blocks", graph=True),
     "eager": Form("ours, eager"),
     "dense": Form("ours with `dense`, as blocks", backend="dense", compile="blocks"),
     "matmul": Form("the best dense matmul, compiled", "matmul", compile="model"),
@@ -68,20 +67,17 @@ class Step:
         self.module = build(form, size, device)
         self.ours = isinstance(self.module, Ours)
         model = self.module.objective.model if self.ours else self.module
-        is_compiled = self.ours and form.compile != "no"
-        faster = partial(compiled, graphs=False) if is_compiled else None
+        faster = compiled if self.ours and form.compile != "no" else None
         config = OptimConfig(lr=1e-4)
         self.optimizer = build_optimizer(model, config, compile=faster)
         self.guard = Guard(self.optimizer, False, True, torch.device(device))
         memory.share(self.module, self.optimizer)
-        if form.graphs and device != "cuda":
-            raise ValueError(f"CUDA graphs on a {device}")
-        if form.graphs:
-            self.module.objective.register_forward_pre_hook(begin_graphs)
+        if form.graph and device != "cuda":
+            raise ValueError(f"a CUDA graph on a {device}")
         for owner, name in self.module.parts(form.compile):
             method = getattr(owner, name)
             if self.ours:
-                setattr(owner, name, compiled(method, form.graphs))
+                setattr(owner, name, compiled(method))
             else:
                 setattr(owner, name, torch.compile(method, fullgraph=True, dynamic=False))
         shape = size.batch, size.tokens + self.ours
@@ -89,10 +85,28 @@ class Step:
         ours = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         self.inputs = ours if self.ours else (tokens,)
 
-    def __call__(self, _slot: int = 0) -> Tensor:
+        self.graph = torch.cuda.CUDAGraph() if form.graph else None
+        if self.graph:
+            self.passes()
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(self.graph):
+                self.loss = self.passes()
+            self.gradients = [weight.grad for weight in self.module.parameters()]
+
+    def passes(self) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.module(*self.inputs)
         loss.backward()
+        return loss.detach()
+
+    def replayed(self) -> Tensor:
+        self.graph.replay()
+        for weight, gradient in zip(self.module.parameters(), self.gradients, strict=True):
+            weight.grad = gradient
+        return self.loss
+
+    def __call__(self, _slot: int = 0) -> Tensor:
+        loss = self.replayed() if self.graph else self.passes()
         if self.ours:
             norm = gradient_norm(self.optimizer)
             clip(self.optimizer, norm, 1.0)
@@ -101,7 +115,7 @@ class Step:
             nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
 
 
 class SharedMemory:

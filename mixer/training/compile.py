@@ -1,12 +1,14 @@
-"""How a model computes a step: what is compiled, and replayed as CUDA graphs, and what the backward
-pass computes again.
+"""How a model computes a step: what is compiled, what is replayed as a CUDA graph, and what the
+backward pass computes again.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -15,21 +17,25 @@ from mixer.distributed.world import World
 from mixer.training.config import TrainConfig
 from mixer.training.objective import Objective
 
+HOPPER = (9, 0)  # compute capability
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
 
-def obstacle_to_graphs(train: TrainConfig, world: World) -> str:
-    """Why no CUDA graphs are made of what is compiled, and of the optimizer's step; "" if they
-    are. They save the launches of kernels.
-    """
+def obstacle_to_graph(train: TrainConfig, world: World) -> str:
+    """Why no CUDA graph is made of a step's passes; "" if one is."""
+    is_auto, on_gpu = train.cuda_graphs == "auto", world.device.type == "cuda"
+    shared = train.objective == "contrastive" and world.size > 1
     obstacles = {
         "train.cuda_graphs=false": train.cuda_graphs == "false",
-        "they are for GPUs": world.device.type != "cuda",
+        "it is for GPUs": not on_gpu,
         "FSDP moves the weights": world.is_sharded,
-        "each backward pass would overwrite the gradients of the one before": (
-            train.gradient_accumulation_steps > 1
-        ),
+        "micro-batches are accumulated": train.gradient_accumulation_steps > 1,
         "blocks that are computed again cannot be recorded": train.recompute == "block",
+        "the processes exchange vectors in the middle": shared,
+        # and DDP sums gradients beside the backward pass, over slower links too
+        "this GPU computes for longer than the CPU needs to launch it": (
+            is_auto and on_gpu and torch.cuda.get_device_capability(world.device) < HOPPER
+        ),
     }
     return next((text for text, holds in obstacles.items() if holds), "")
 
@@ -40,9 +46,6 @@ def compile_objective(
     """Compiles the objective's parts in place, with a first pass on `shape`, (batch, tokens).
     Returns whether they are compiled.
 
-    With CUDA graphs each part's forward and backward pass is replayed; a backward pass then writes
-    its gradients over those of the one before.
-
     Call this before DDP or FSDP wrap the objective. One block is compiled for all of them, and DDP
     gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
     replace methods, so that parameters keep their names. Another shape of the inputs would compile
@@ -50,54 +53,42 @@ def compile_objective(
     """
     if train.compile == "no" or (train.compile == "auto" and world.device.type != "cuda"):
         return False
-    from torch._dynamo.utils import counters  # takes a second to import
-
-    obstacle = obstacle_to_graphs(train, world)
-    graphs, parts = not obstacle, compiled_parts(objective)
-    torch._dynamo.reset()  # what an earlier run of this process has compiled; graphs hold memory
-    each_pass = objective.register_forward_pre_hook(begin_graphs) if graphs else None
-    began, failure = time.perf_counter(), ""
+    torch._dynamo.reset()  # what an earlier run of this process has compiled
+    parts, began, failure = compiled_parts(objective), time.perf_counter(), ""
     for module, name in parts:
-        setattr(module, name, compiled(getattr(module, name), graphs))
+        setattr(module, name, compiled(getattr(module, name)))
     try:
-        for _ in range(2 if graphs else 1):  # the second pass records the graphs
-            _first_pass(objective, shape, world)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+        with world.accelerator.autocast():
+            nats = objective(tokens, tokens.clone())
+        nats.sum().backward()
     except Exception as error:  # if it is not the compiler's, the run will meet it again
         failure = first_line(error)
+    objective.zero_grad(set_to_none=True)  # the first step would add up what a pass left
     if failure := next(filter(None, world.gather(failure)), ""):
         for module, name in parts:
             delattr(module, name)
-        if each_pass:
-            each_pass.remove()
-        objective.zero_grad(set_to_none=True)  # the first step would add up what a pass left
         world.say(
             f"torch.compile has failed, the run goes on without: {failure}. It needs a C++ "
             "compiler on a CPU, Triton and a C compiler on a GPU of compute capability 7.0 or "
-            f"more. {'train.cuda_graphs=false may help, ' * graphs}train.compile=no saves the "
-            "attempt"
+            "more. train.compile=no saves the attempt"
         )
         return False
     seconds = time.perf_counter() - began
-    with_graphs = "as CUDA graphs" if graphs else f"without CUDA graphs: {obstacle}"
-    if graphs and (skipped := counters["inductor"]["cudagraph_skips"]):
-        with_graphs = f"{skipped} of its parts not as CUDA graphs"
-    world.say(f"train.compile: compiled in {seconds:.0f} s, {with_graphs}")
+    obstacle = obstacle_to_graph(train, world)
+    with_graph = f"without a CUDA graph: {obstacle}" if obstacle else "replayed as a CUDA graph"
+    world.say(f"train.compile: compiled in {seconds:.0f} s, {with_graph}")
     return True
 
 
 def compiled_parts(objective: Objective) -> list[tuple[nn.Module, str]]:
-    """The methods to compile, as (module, name of the method): each block's, the output layer's and
-    the loss.
-
-    The output layer has nothing to fuse. But between two CUDA graphs its output, the logits, would
-    be copied to the place where the loss expects them.
-    """
+    """The methods to compile, as (module, name of the method): each block's, and the loss."""
     is_block = GradientCheckpointingLayer
     blocks = [(part, "forward") for part in objective.modules() if isinstance(part, is_block)]
-    return [*blocks, (objective.get_output_embeddings(), "forward"), (objective, "score")]
+    return [*blocks, (objective, "score")]
 
 
-def compiled(function: Callable, graphs: bool) -> Callable:
+def compiled(function: Callable) -> Callable:
     """torch.compile for inputs of few shapes, without graph breaks.
 
     By default the compiler measures several kernels and takes the fastest. Each sums in its own
@@ -106,32 +97,79 @@ def compiled(function: Callable, graphs: bool) -> Callable:
     """
     from torch._inductor import config
 
-    options = {"triton.cudagraphs": graphs}
     if hasattr(config, "deterministic"):
-        options["deterministic"] = True
+        options = {"deterministic": True}
     else:  # older versions: for block sizes, smaller blocks beside them, and padded products
         older = ("triton.autotune_pointwise", "dynamic_scale_rblock", "shape_padding")
-        options |= dict.fromkeys(older, False)
+        options = dict.fromkeys(older, False)
     # The optimizers' functions have a form for each shape of their parameters' parts.
     limits = torch._dynamo.config
     limits.cache_size_limit = max(SHAPES, limits.cache_size_limit)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def begin_graphs(*_) -> None:
-    """Runs before each forward pass: CUDA graphs may overwrite what they wrote in the last step,
-    the gradients included.
+class Passes:
+    """The forward and backward passes of a step, which leave the gradients of all processes.
+
+    On a GPU that is fast for its CPU they are one CUDA graph, replayed by one launch in place of
+    thousands. A graph reads and writes the same memory at each replay: the batch is copied there,
+    and the gradients stay where they are. Its processes sum their gradients at once, after it; DDP,
+    which the other GPUs have, sums them beside the backward pass.
+
+    Args:
+        parallel: the model with its loss, in DDP or FSDP where there is no graph.
     """
-    torch.compiler.cudagraph_mark_step_begin()
 
+    def __init__(self, parallel: nn.Module, world: World):
+        self.parallel, self.world, self.accelerator = parallel, world, world.accelerator
+        self.graph: torch.cuda.CUDAGraph | None = None
 
-def _first_pass(objective: nn.Module, shape: tuple[int, int], world: World) -> None:
-    """A forward and backward pass on `shape`, (batch, tokens), whose gradients are dropped."""
-    tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
-    with world.accelerator.autocast():
-        nats = objective(tokens, tokens.clone())
-    nats.sum().backward()
-    objective.zero_grad(set_to_none=True)
+    def __call__(self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> Tensor:
+        """Adds the gradients of `factor` times the sum of the batches' losses. Returns the sum of
+        this process's losses, fp32.
+
+        batches: micro-batches of inputs and targets, (batch, tokens) int64 each.
+        """
+        if self.graph is None:
+            return self._run(batches, factor)
+        (batch,) = batches
+        for place, value in zip(self.batch, batch, strict=True):
+            place.copy_(value)
+        self.factor.copy_(factor) if isinstance(factor, Tensor) else self.factor.fill_(factor)
+        self.graph.replay()
+        gradients = self.gradients
+        if self.world.size > 1:
+            every = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(every)
+            every.div_(self.world.size)  # as DDP does
+            parts = every.split([gradient.numel() for gradient in gradients])
+            gradients = [part.view_as(own) for part, own in zip(parts, gradients, strict=True)]
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient
+        return self.nats
+
+    def record(self, shape: tuple[int, int]) -> None:
+        """Makes the graph, for batches of `shape`, (batch, tokens)."""
+        tokens = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
+        self.batch, self.factor = (tokens, tokens.clone()), torch.zeros((), device=tokens.device)
+        self._run([self.batch], self.factor)  # makes what stays: workspaces, the scale of fp16
+        self.parallel.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.nats = self._run([self.batch], self.factor)
+        self.graph = graph
+        self.weights = [w for w in self.parallel.parameters() if w.grad is not None]
+        self.gradients = [weight.grad for weight in self.weights]
+
+    def _run(self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> Tensor:
+        nats = torch.zeros((), device=self.world.device)
+        for micro, batch in enumerate(batches, 1):
+            is_last = micro == len(batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self.parallel):
+                of_batch = self.parallel(*batch).sum()
+                self.accelerator.backward(of_batch * factor)
+                nats += of_batch.detach()
+        return nats
 
 
 def set_recompute(model: PreTrainedModel, what: str) -> None:

@@ -75,8 +75,8 @@ class TrainConfig:
     )
     cuda_graphs: str = option(
         "auto",
-        "replay what torch.compile makes as CUDA graphs, which saves kernel launches; auto and "
-        "true: where nothing excludes them",
+        "replay a step's compiled passes as one CUDA graph, which saves kernel launches; auto: on "
+        "Hopper and newer GPUs",
         choices=("auto", "true", "false"),
     )
     recompute: str = option(

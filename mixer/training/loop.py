@@ -58,7 +58,7 @@ class Trainer:
         world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
         memory = needed_gb(run, data.manifest, world)
         self.state = state = start_state(run, data, world)
-        self.model, self.parallel = state.model, state.parallel
+        self.model, self.passes = state.model, state.passes
         self.accelerated, self.counters = state.optimizer, state.counters
         self.optimizer = self.accelerated.optimizer
         # A run that was killed between a save and its evaluation makes up for the evaluation.
@@ -117,7 +117,7 @@ class Trainer:
 
     def step(self) -> None:
         """One optimizer step. Nothing in it waits for the device."""
-        run, counters, accelerator = self.run, self.counters, self.accelerator
+        run, counters = self.run, self.counters
         self.rate = learning_rate(run.optim, counters.step, run.train.steps)
         set_learning_rate(self.optimizer, self.rate)
         with self.timer.count("waiting"):
@@ -130,21 +130,14 @@ class Trainer:
         # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
         # gradient of the mean over all target tokens of the step.
         factor = self.world.size / step_targets
-        nats = torch.zeros((), device=self.device)  # in fp32
-        for micro, batch in enumerate(micro_batches, 1):
-            is_last = micro == len(micro_batches)
-            with nullcontext() if is_last else accelerator.no_sync(self.parallel):
-                of_batch = self.parallel(*batch).sum()
-                accelerator.backward(of_batch * factor)
-                nats += of_batch.detach()
-        accelerator.unscale_gradients()  # of fp16's loss scale
+        self.nats += self.passes(micro_batches, factor)
+        self.accelerator.unscale_gradients()  # of fp16's loss scale
         self.norm = gradient_norm(self.optimizer)
         clip(self.optimizer, self.norm, run.train.max_grad_norm)
         self.guard.before_step(self.norm)
         self.accelerated.step()  # skipped on the device if the gradient is not finite
         self.accelerated.zero_grad(set_to_none=True)
 
-        self.nats += nats
         counters.step += 1
         counters.samples += self.share.step_samples
         self.uncounted += step_targets
@@ -213,7 +206,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
         train, step = self.run.train, self.counters.step
-        found, said = validate(self.parallel, self.data, self.run, self.world)
+        found, said = validate(self.passes.parallel, self.data, self.run, self.world)
         loss = found["validation_loss"]
         if step == train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.

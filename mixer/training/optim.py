@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -110,7 +109,6 @@ def build_optimizer(
     config: OptimConfig,
     processes: dist.ProcessGroup | None = None,
     compile: Callable[[Callable], Callable] | None = None,
-    graph: bool = False,
 ) -> ChainedOptimizer:
     """The optimizer of a run.
 
@@ -119,12 +117,8 @@ def build_optimizer(
         processes: those that hold the same model and may share work; None for one process.
         compile: what makes functions of whole parameters faster, such as torch.compile; None where
             there is no compiler, or parameters are going to be sharded.
-        graph: whether steps are replays of a CUDA graph.
     """
-    parts = OPTIMIZERS[config.name](kinds_of(model), config, processes, compile)
-    # NCCL does not let a process end that has a graph of an exchange, as Muon's would be.
-    exchanges = processes is not None and config.name == "muon"
-    return ChainedOptimizer(parts, graph and not exchanges)
+    return ChainedOptimizer(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
 
 
 def adamw(
@@ -218,8 +212,6 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Each group gets the rate times its own `lr_factor`, where it has one, rounded to fp32, as
-    which a CUDA graph reads it.
-    """
+    """Each group gets the rate times its own `lr_factor`, where it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = float(np.float32(rate * group.get("lr_factor", 1.0)))
+        group["lr"] = rate * group.get("lr_factor", 1.0)

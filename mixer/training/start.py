@@ -4,7 +4,6 @@ that it will take, and the record of what it trains with.
 
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,16 @@ from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
 from mixer.training.compile import (
+    HOPPER,
+    Passes,
     compile_objective,
     compiled,
-    obstacle_to_graphs,
+    obstacle_to_graph,
     set_recompute,
 )
 from mixer.training.config import RunConfig, flatten
 from mixer.training.objective import build_objective, useful_flops
 from mixer.training.optim import build_optimizer, learning_rate
-
-HOPPER = (9, 0)  # compute capability
 
 
 @dataclass
@@ -59,7 +58,7 @@ class State:
     """What training changes, on this process, and what its checkpoints hold beside that."""
 
     model: PreTrainedModel
-    parallel: nn.Module  # the model with its loss, in DDP or FSDP
+    passes: Passes  # of the model with its loss
     optimizer: AcceleratedOptimizer
     counters: Counters
     recorded: dict[str, Any]  # the entries of trainer.json that stay as they are
@@ -88,12 +87,12 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     record = start_record(run, trainer, world)
     raced = needs_race(run, world.device)
     record["mixing"] = settle_backend(model, run, trainer, world) if raced else {}
-    parallel, optimizer = parallelize(model, run, world)
+    passes, optimizer = parallelize(model, run, world)
     if resumed is not None:
         restore.resume(resumed, trainer, model, optimizer.optimizer, world)
     directory = used_settings(run)["data"].get("directory", "")
     recorded = {"data": identity, "data_directory": directory} | record
-    return State(model, parallel, optimizer, counters, recorded, resumed, wandb_id)
+    return State(model, passes, optimizer, counters, recorded, resumed, wandb_id)
 
 
 def find_checkpoint(run: RunConfig, world: World) -> Path | None:
@@ -126,8 +125,9 @@ def needs_race(run: RunConfig, device: torch.device) -> bool:
 
 def parallelize(
     model: PreTrainedModel, run: RunConfig, world: World
-) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """The model with its loss (see Objective) ready to train on all processes, and its optimizer.
+) -> tuple[Passes, AcceleratedOptimizer]:
+    """The passes of the model with its loss (see Objective), ready to train on all processes, and
+    its optimizer.
 
     The model itself is changed: it moves to the device, and under FSDP its parameters become
     shards.
@@ -137,11 +137,17 @@ def parallelize(
     processes = dist.group.WORLD if world.size > 1 else None
     objective = build_objective(model, run, processes).to(world.device).train()
     is_compiled = compile_objective(objective, run.train, shape, world)
-    compile = partial(compiled, graphs=False) if is_compiled and not world.is_sharded else None
-    graph = is_compiled and not obstacle_to_graphs(run.train, world)
-    optimizer = build_optimizer(model, run.optim, processes, compile, graph)
+    compile = compiled if is_compiled and not world.is_sharded else None
+    optimizer = build_optimizer(model, run.optim, processes, compile)
+    prepare = world.accelerator.prepare
+    if is_compiled and not obstacle_to_graph(run.train, world):
+        # in autocast, but not in DDP
+        parallel = world.accelerator.prepare_model(objective, evaluation_mode=True)
+        passes = Passes(parallel, world)
+        passes.record(shape)
+        return passes, prepare(optimizer)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
-    parallel, optimizer = world.accelerator.prepare(objective, optimizer)
+    parallel, optimizer = prepare(objective, optimizer)
     if isinstance(parallel, nn.parallel.DistributedDataParallel):
         # DDP sums gradients bucket by bucket, and lays the buckets out anew after its first
         # backward pass. With three or more processes another layout means another order of summing.
@@ -150,7 +156,7 @@ def parallelize(
         tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
         parallel(tokens, tokens).sum().backward()
         parallel.zero_grad(set_to_none=True)
-    return parallel, optimizer
+    return Passes(parallel, world), optimizer
 
 
 # ------------------------------------------------------------------------- what it will take
@@ -191,10 +197,9 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     weights = list(model.parameters())
     for weight in weights:
         kept.pop(weight.untyped_storage()._cdata, None)
-    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on a GPU also
-    # the gradient that the optimizer's graph reads.
+    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers.
     on_gpu = world.device.type == "cuda"
-    state = (20 if on_gpu else 16) * sum(weight.numel() for weight in weights)
+    state = 16 * sum(weight.numel() for weight in weights)
     needed = state / (world.size if world.is_sharded else 1)
     needed += sum(storage.nbytes() for storage in kept.values())
     if not on_gpu:

@@ -11,7 +11,7 @@ from mixer.ops.plain import triangular_conv
 from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.muon import STEPS, A, B, C, Muon, iterate, normalized
 from mixer.optimizers.triangular_adamw import TriangularAdamW
-from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
+from mixer.training.optim import OptimConfig, build_optimizer
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
 
@@ -235,35 +235,3 @@ def test_nan_never_reaches_a_weight_by_an_optimizer_that_cannot_skip():
     optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     assert torch.equal(parameter.detach(), torch.ones(3))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_steps_by_a_graph_are_those_of_the_optimizer():
-    """At changing rates, with a skipped and a scaled step, and gradients that move in memory."""
-    torch.manual_seed(0)
-    models = [small_model(max_position_embeddings=1024).cuda() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    config = OptimConfig(name="muon", shared_lags=True, lr=0.01)
-    plain, graph = (build_optimizer(model, config, graph=model is models[1]) for model in models)
-    for step in range(6):
-        inputs = [
-            torch.tensor(float(step == 3), device="cuda"),
-            torch.tensor(2.0 if step == 4 else 1.0, device="cuda"),
-        ]
-        held = [torch.empty(1000, device="cuda") for _ in range(step)]
-        for pair in zip(*(model.parameters() for model in models), strict=True):
-            gradient = torch.randn_like(pair[0])
-            gradient[..., 0] += step == 3 and float("nan")
-            for weight in pair:
-                weight.grad = gradient.clone()
-        for optimizer in (plain, graph):
-            set_learning_rate(optimizer, 0.01 / (step + 1))
-            optimizer.found_inf, optimizer.grad_scale = inputs
-            optimizer.step()
-        del held
-    assert graph.graph.graph is not None
-    for (name, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6, msg=name)
-    for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        for key, value in plain.state[one].items():
-            torch.testing.assert_close(graph.state[two][key], value, rtol=1e-5, atol=1e-6)

@@ -2,8 +2,6 @@
 changes.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from models import small_model, tokens
@@ -73,10 +71,10 @@ def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resu
     )
 
 
-def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, monkeypatch):
+def test_the_model_is_compiled_into_four_graphs(write_config, small_run, capsys, monkeypatch):
     """Whatever its layers, steps and last batches; the optimizer's are counted below."""
     monkeypatch.setattr(torch, "compile", with_backend("aot_eager"))
-    monkeypatch.setattr(start, "compiled", lambda function, graphs: function)
+    monkeypatch.setattr(start, "compiled", lambda function: function)
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
@@ -84,8 +82,8 @@ def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, 
     options = ["train.compile=blocks", "train.eval_samples=19", "train.steps=3"]
     train(load_config(str(config), options))
     assert "train.compile: compiled in" in capsys.readouterr().out
-    # a block, the output layer and the loss, with gradients and without
-    assert counts["unique_graphs"] == 6
+    # a block and the loss, with gradients and without
+    assert counts["unique_graphs"] == 4
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, 
     models = [small_model(num_mixer_heads=2).train() for _ in range(2)]
     optimizers = [
         build_optimizer(models[0], config),
-        build_optimizer(models[1], config, compile=partial(compiled, graphs=False)),
+        build_optimizer(models[1], config, compile=compiled),
     ]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -228,7 +226,7 @@ def test_the_loss_that_is_compiled_for_a_gpu_is_the_cross_entropy(device, dtype)
         logits.double().flatten(0, 1), targets.flatten(), reduction="none"
     ).view_as(targets)
     (wanted,) = torch.autograd.grad((exact * weights).sum(), logits)
-    loss = compiled(token_nats, graphs=False) if device == "cuda" else short_token_nats
+    loss = compiled(token_nats) if device == "cuda" else short_token_nats
     found = loss(logits, targets)
     (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
     assert found.dtype == torch.float32 and (found[1, 5:] == 0).all()

@@ -226,7 +226,7 @@ def test_graphs_change_no_loss(write_config, launch, tmp_path, processes):
     changes = ["train.mixed_precision=bf16", f"train.batch_size={8 // processes}"]
     launch("--config", config, "name=plain", *changes, "train.compile=blocks", **options).succeed()
     output = launch("--config", config, "name=graphs", *changes, *GRAPHS, **options).succeed()
-    assert ", as CUDA graphs" in output
+    assert ", replayed as a CUDA graph" in output
     plain, graphs = (read_losses(tmp_path / "runs" / name) for name in ("plain", "graphs"))
     assert graphs == (plain if processes == 2 else pytest.approx(plain, rel=1e-3))
 
