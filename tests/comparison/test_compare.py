@@ -89,7 +89,7 @@ def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_pat
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
         (["train.steps=3"], "nothing to compare; give --backends"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
-        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: .* seconds above 0"),
+        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: .* finite seconds"),
         (["dense", "--seeds", "0"], "--seeds is 0, .*; allowed: 1 or more seeds"),
     ],
 )
@@ -293,16 +293,8 @@ def lines_of(files) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {},
-        {"runs": {}},
-        {"common": {}, "kinds": {"a": {512: {}}}},
-        {"common": {}, "seconds": 1, "rates": [1e-3], "kinds": {"a": {512: {}}}},
-    ],
-    ids=str,
-)
-def test_an_incomplete_plan_is_refused(plan):
-    with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
-        jobs_of(plan, {}, [], {})
+def test_an_incomplete_plan_is_refused():
+    kinds = {"common": {}, "kinds": {"a": {512: {}}}}
+    for plan in ({}, {"runs": {}}, kinds, kinds | {"seconds": 1, "rates": [1e-3]}):
+        with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
+            jobs_of(plan, {}, [], {})
