@@ -252,7 +252,6 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
 
 
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path):
-    book = [str(run / "book.txt")]
     for name, content, problem in (
         ("cut", '{"step": 7, "tok', "JSONDecodeError: "),
         ("lacking", '{"step": 7}', "tokens missing"),
