@@ -40,8 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         group = text if option.name in ("text", "data", "pairs", "hub") else parser
         flag = "--" + option.name.replace("_", "-")
         group.add_argument(flag, **how | special.get(option.name, {}))
-    where = "for the report (default: beside the checkpoint, named after text and options)"
-    parser.add_argument("--output", metavar="DIR", help=where)
+    parser.add_argument("--output", metavar="DIR", help="default: beside the first checkpoint")
     given = vars(parser.parse_args(arguments))
     follow_launcher()
     checkpoints, output = given.pop("checkpoint"), given.pop("output")

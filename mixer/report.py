@@ -20,8 +20,7 @@ MOST_MEANS = 50  # points of a smoothed curve
 def main(arguments=None) -> None:
     parser = command_parser("mixer.report", __doc__)
     parser.add_argument("run", nargs="+", help="directory or metrics.jsonl; several are compared")
-    how = "picture to write (default: training.png or comparison.png in the first run)"
-    parser.add_argument("--output", help=how)
+    parser.add_argument("--output", help="picture (default: a .png in the first run)")
     options = parser.parse_args(arguments)
     first = Path(options.run[0])
     output = Path(options.output or (first if first.is_dir() else first.parent))

@@ -43,7 +43,8 @@ class Study:
         found = json.loads(self.file.read_text()) if self.file.exists() else {"runs": {}}
         self.runs: dict[str, dict] = found["runs"]
         self.result, self.commit = found | {"command": command, "plan": plan}, commit
-        self.problems, self.stopped = list[str](), False
+        self.problems: list[str] = []
+        self.stopped = False
         self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
 
     def work(self, jobs: list[Job]) -> int:
