@@ -64,7 +64,7 @@ def table(result: dict) -> str:
         f"Measured on {device}, torch {torch}; commit {commit}; `{result['command']}`. "
         "The options of each run are in the JSON file."
     )
-    return "\n\n".join([*parts, NOTES, origin]) + "\n"
+    return "\n\n".join([*parts, *map(tables.wrapped, (NOTES, origin))]) + "\n"
 
 
 def parts_of_runs(result: dict) -> list[str]:
@@ -96,7 +96,7 @@ def parts_of_kinds(result: dict) -> list[str]:
     tried.sort(key=lambda row: row["model"])
     parts = ["# Models of several sizes for equal times", *section("## Losses", ends, keys=3)]
     parts += section("## Seeds", seed_rows(runs))
-    return [*parts, *section("## Learning rates", tried), NOTES_OF_KINDS]
+    return [*parts, *section("## Learning rates", tried), tables.wrapped(NOTES_OF_KINDS)]
 
 
 def cells(row: dict) -> dict[str, str]:
