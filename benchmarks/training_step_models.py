@@ -15,8 +15,8 @@ from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.optimizers.chained import Guard, clip, gradient_norm
 from mixer.training.compile import compiled, compiled_parts, set_recompute
-from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
 

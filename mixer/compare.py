@@ -57,10 +57,8 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     """The plan of what the command line asks for; see mixer.comparison.plan."""
     seconds = options.seconds
     if options.seeds < 1 or not (seconds is None or 0 < seconds < float("inf")):
-        raise UserError(
-            f"--seeds is {options.seeds}, --seconds is {seconds}; allowed: 1 or more seeds, and "
-            "seconds above 0 and finite"
-        )
+        said = f"--seeds is {options.seeds}, --seconds is {seconds}"
+        raise UserError(f"{said}; allowed: 1 or more seeds, finite seconds above 0")
     models = {name: entrant(name) for name in options.backends}
     if not models:
         raise UserError("nothing to compare; give --backends")
@@ -75,17 +73,14 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
 
 
 def entrant(name: str) -> dict:
-    """The options, by section.key, of a mixing backend, or of a transformer that is as wide as the
-    configuration's model. Raises UserError for any other name.
-    """
+    """The options of a mixing backend, or of a transformer as wide as the configured model."""
     if name in BACKENDS:
         chosen = {"model.architecture": "masked_mixer", "model.mixing_backend": name}
         return chosen | {f"model.{key}": None for key in OF_TRANSFORMERS}
     if name not in TRANSFORMERS:
         allowed = ", ".join([*BACKENDS, *TRANSFORMERS])
         raise UserError(f"--backends {name}; allowed: {allowed}; other models take a plan")
-    # The MLP gets its default width, so that it has about as many parameters as a masked mixer
-    # of its width, even where the configuration sets the mixer's.
+    # With an MLP of default width it has about as many parameters as a masked mixer of its width.
     found = {"model.architecture": name, "model.intermediate_size": None}
     found["optim.shared_lags"] = False  # there are no mixing weights
     return found | {f"model.{key}": getattr(ModelConfig(), key) for key in OF_MIXERS}

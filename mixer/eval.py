@@ -40,9 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
         group = text if option.name in ("text", "data", "pairs", "hub") else parser
         flag = "--" + option.name.replace("_", "-")
         group.add_argument(flag, **how | special.get(option.name, {}))
-    where = "where the report goes, in place of one that is there (default: "
-    where += "CHECKPOINT/../eval-<checkpoint>, with the text and a hash of the options if any)"
-    parser.add_argument("--output", metavar="DIR", help=where)
+    parser.add_argument("--output", metavar="DIR", help="default: beside the first checkpoint")
     given = vars(parser.parse_args(arguments))
     follow_launcher()
     checkpoints, output = given.pop("checkpoint"), given.pop("output")

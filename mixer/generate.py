@@ -50,6 +50,7 @@ def generate(
     new_tokens: int,
     how: dict,
 ) -> list[str]:
+    """`continuations` of a model; how: further options of its `generate`."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padding = {"padding": len(prompts) > 1, "padding_side": "left"}  # one needs no token to pad
     inputs = tokenizer(prompts, return_tensors="pt", **padding).to(model.device)

@@ -21,23 +21,19 @@ from mixer.reporting.figure import curves, log_means, new_figure, plain_number
 from mixer.reporting.tables import table, wrapped
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
-# A lag with fewer weights is left out of the picture, because its mean is mostly noise.
-FEWEST = 8
 Matrices = dict[str, np.ndarray]  # of a layer, by name
 
 NOTES = (
     f"Effective context: the most recent tokens that hold {SHARE:.0%} of the last row's |W|. The "
-    f"first picture has the mean |W| of each diagonal of {FEWEST} weights or more; lag 0 is the "
-    "token itself."
+    "first picture has the mean |W| of each diagonal; lag 0 is the token itself."
 )
 
 
 def main(arguments=None) -> None:
     parser = command_parser("mixer.inspect", __doc__)
-    how = {"type": settled, "required": True, "metavar": "DIR"}
-    parser.add_argument("--checkpoint", **how, help="of a masked mixer")
+    parser.add_argument("--checkpoint", type=settled, required=True, help="of a masked mixer")
     where = "where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)"
-    parser.add_argument("--output", metavar="DIR", help=where)
+    parser.add_argument("--output", help=where)
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
@@ -123,7 +119,6 @@ def plot_by_lag(layers: list[Matrices], output: Path) -> None:
         for number, matrices in enumerate(layers):
             colour = colormaps["viridis"](0.9 * number / max(len(layers) - 1, 1))
             curve = np.mean([weight_by_lag(matrix) for matrix in matrices.values()], axis=0)
-            curve = curve[: max(1, len(curve) - FEWEST + 1)]
             lags = np.arange(len(curve))
             axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
             style = {"color": colour, "marker": "o", "markersize": 3, "label": f"layer {number}"}

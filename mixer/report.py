@@ -11,7 +11,7 @@ import numpy as np
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, whole_file
 from mixer.reporting.figure import GREY, curves, plain_number, short_name
-from mixer.reporting.metrics_file import read_metrics, seconds_of_training, series
+from mixer.reporting.metrics_file import read_metrics, series
 from mixer.reporting.tables import table
 
 MOST_MEANS = 50  # points of a smoothed curve
@@ -19,10 +19,8 @@ MOST_MEANS = 50  # points of a smoothed curve
 
 def main(arguments=None) -> None:
     parser = command_parser("mixer.report", __doc__)
-    how = "run directory, or its metrics.jsonl; two or more are compared"
-    parser.add_argument("run", nargs="+", help=how)
-    how = "picture to write (default: training.png or comparison.png in the first run)"
-    parser.add_argument("--output", help=how)
+    parser.add_argument("run", nargs="+", help="directory or metrics.jsonl; several are compared")
+    parser.add_argument("--output", help="picture (default: a .png in the first run)")
     options = parser.parse_args(arguments)
     first = Path(options.run[0])
     output = Path(options.output or (first if first.is_dir() else first.parent))
@@ -72,11 +70,10 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
             lines = read_metrics(name)
             steps, losses = series(lines, "validation_loss")
             if not steps:
-                raise UserError(
-                    f"{name} has no validation loss yet: let the run train until its first "
-                    "evaluation, after train.eval_every steps or at its end"
-                )
-            seconds = seconds_of_training(lines, steps)
+                raise UserError(f"{name} has no validation loss yet: see train.eval_every")
+            # Of training: with compilation, without evaluation and saving.
+            logged, each = series([line for line in lines if "loss" in line], "seconds")
+            seconds = np.interp(steps, [0, *logged], np.cumsum([0.0, *each])).tolist()
             label = f"{losses[-1]:.4f} {short_name(name)}"
             axes.plot(seconds, losses, marker="o", markersize=3.5, label=label)
             row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}

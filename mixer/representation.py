@@ -42,15 +42,13 @@ def main(arguments=None) -> None:
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("--checkpoint", required=True, type=settled, metavar="DIR", help="of a causal model")
     add("--data", default="", metavar="DIR", help="prepared data (default: the run's validation)")
-    how = "text files instead; the longest counts"
-    add("--text", nargs="+", default=[], metavar="FILE", help=how)
+    add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest counts")
     add("--layers", nargs="+", **number, help="blocks from 1 on; 0: the embedding (default: all)")
     add("--tokens", nargs="+", **number, help=f"lengths (default: those of {TOKENS} that fit)")
     add("--texts", default=8, **number, help="windows for each length (8)")
     add("--steps", default=500, **number, help="of gradient descent (500)")
     add("--device", default="auto", choices=DEVICES)
-    where = "where the report goes (default: CHECKPOINT/../representation-<checkpoint>)"
-    add("--output", metavar="DIR", help=where)
+    add("--output", metavar="DIR", help="default: CHECKPOINT/../representation-<checkpoint>")
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint, "representation"))
     check_writable(output)
@@ -104,9 +102,8 @@ def representation(options: argparse.Namespace) -> dict:
                     score = hamming_score(guess, tokens, inverse)
                     found = {"tokens": tokens.shape[1], "hamming": score, "distance_left": left}
                     rows.append(about | found)
-    described = evaluate.describe_model(directory, model, tokenizer)
-    about = {"text": text.name, "texts": options.texts, "steps": options.steps}
-    return {**described, **about, "rows": rows}
+    about = {"text": text.name, "texts": options.texts, "steps": options.steps, "rows": rows}
+    return evaluate.describe_model(directory, model, tokenizer) | about
 
 
 def report(result: dict) -> str:
@@ -129,7 +126,7 @@ def report(result: dict) -> str:
 
 
 def blocks(body: nn.Module) -> nn.ModuleList:
-    """The blocks of a transformers model without its head: its longest list of modules."""
+    """The blocks of a model without its head: its longest list of modules."""
     return max((part for part in body.modules() if isinstance(part, nn.ModuleList)), key=len)
 
 

@@ -3,6 +3,7 @@
 import errno
 import math
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -147,6 +148,8 @@ def hardware(device: str = "cuda") -> dict:
 
 def commit() -> str:
     """The hash of the checkout's commit, or "unknown" if this code is not in its own checkout."""
-    is_ours = (ROOT / ".git").exists()  # not one that the package is installed inside of
-    _, found, _ = collect_env.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
-    return (is_ours and found) or "unknown"
+    if not (ROOT / ".git").exists():  # perhaps one that the package is installed inside of
+        return "unknown"
+    # By the shell, which survives a machine without git.
+    _, found, _ = collect_env.run(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
+    return found or "unknown"

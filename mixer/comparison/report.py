@@ -38,8 +38,7 @@ NOTES = (
 )
 NOTES_OF_KINDS = (
     "No run reads its text more than four times. If the best rate is the highest or the lowest "
-    "tried, a better one may lie beyond. Repeats (of earlier versions): tokens that follow the two "
-    "tokens before them earlier in the window, too."
+    "tried, a better one may lie beyond. Repeats: tokens that a copy from the window predicts."
 )
 
 
@@ -65,7 +64,7 @@ def table(result: dict) -> str:
         f"Measured on {device}, torch {torch}; commit {commit}; `{result['command']}`. "
         "The options of each run are in the JSON file."
     )
-    return "\n\n".join([*parts, NOTES, origin]) + "\n"
+    return "\n\n".join([*parts, *map(tables.wrapped, (NOTES, origin))]) + "\n"
 
 
 def parts_of_runs(result: dict) -> list[str]:
@@ -84,7 +83,8 @@ def parts_of_kinds(result: dict) -> list[str]:
     """The runs that follow a sweep and pretraining, by time and the best first; then the sweep."""
     plan, runs = result["plan"], result["runs"]
     sweep = plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
-    rows = [row for row in first_seeds(runs) if not row["kind"].endswith("pretraining")]
+    rows = [row for row in runs.values() if row["budget"] and "seed" not in row]
+    rows = [row for row in rows if not row["kind"].endswith("pretraining")]
     rows.sort(key=lambda row: (row["budget"], row.get("validation_loss", math.inf)))
     ends, tried = [], []
     for row in rows:
@@ -96,7 +96,7 @@ def parts_of_kinds(result: dict) -> list[str]:
     tried.sort(key=lambda row: row["model"])
     parts = ["# Models of several sizes for equal times", *section("## Losses", ends, keys=3)]
     parts += section("## Seeds", seed_rows(runs))
-    return [*parts, *section("## Learning rates", tried), NOTES_OF_KINDS]
+    return [*parts, *section("## Learning rates", tried), tables.wrapped(NOTES_OF_KINDS)]
 
 
 def cells(row: dict) -> dict[str, str]:
@@ -127,15 +127,10 @@ def seed_rows(runs: dict) -> list[dict]:
     return rows
 
 
-def first_seeds(runs: dict) -> list[dict]:
-    """The runs but for those that measured a speed, or repeat one with another seed."""
-    return [row for row in runs.values() if row.get("budget") != 0 and "seed" not in row]
-
-
 def finished(runs: dict, kind: str | None = None) -> list[dict]:
-    """The `first_seeds` of a kind, or of all, that ended with a loss."""
-    rows = [row for row in first_seeds(runs) if "failure" not in row]
-    return [row for row in rows if kind in (None, row.get("kind"))]
+    """The runs of a kind, or of all, that ended with a loss, but for other seeds and speeds."""
+    rows = [row for row in runs.values() if row["budget"] and not {"seed", "failure"} & row.keys()]
+    return [row for row in rows if kind in (None, row["kind"])]
 
 
 def best_size(runs: dict, kind: str, seconds: float) -> dict | None:

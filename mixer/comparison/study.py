@@ -1,6 +1,4 @@
-"""The results of a plan, and the processes that add to them: one run at a time for each visible
-GPU, which trains by the trainer itself and measures.
-"""
+"""The results of a plan, and the processes that add to them: one run at a time for each GPU."""
 
 import json
 import multiprocessing
@@ -16,7 +14,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
@@ -32,7 +29,7 @@ from mixer.training.loop import train
 from mixer.training.objective import useful_flops
 
 LEFT = 3  # exit status of a command that must be given again to do all
-POINTS = 60  # of a curve of the results
+POINTS = 60  # of a curve of the results, at most
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -185,12 +182,10 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
     """What the metrics of a run say."""
     windows = [line for line in lines if "loss" in line]
     last, validation = windows[-1], [line for line in lines if "validation_loss" in line][-1]
-    # Each start adds something to the first window. A run that measures the speed has few others,
-    # and starts of other processes may slow all of them but one.
+    # Starts slow the first window, and in a short run those of other processes slow all but one.
     each = [now["seconds"] / (now["step"] - was["step"]) for was, now in pairwise(windows)]
     seconds = (min if is_speed else median)(each or [last["seconds"] / last["step"]])
     tokens_a_step, text = last["tokens"] // last["step"], data.splits["train"]
-    chosen = np.linspace(0, len(windows) - 1, min(POINTS, len(windows))).round().astype(int)
     return {
         "steps": last["step"],
         "tokens": last["tokens"],
@@ -203,6 +198,6 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
         "validation_loss": validation["validation_loss"],
         "accuracy": validation.get("validation_accuracy"),
         "bits_per_byte": validation.get("validation_bits_per_byte"),
-        "loss": [[windows[number]["step"], windows[number]["loss"]] for number in chosen],
+        "loss": [[line["step"], line["loss"]] for line in windows[:: len(windows) // POINTS + 1]],
         **{name: validation[name] for name in validation if name.startswith("top1_of_")},
     }

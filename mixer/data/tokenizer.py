@@ -18,9 +18,8 @@ from transformers.utils import cached_file
 from mixer.common.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
-PIECE = (
-    1 << 20
-)  # characters tokenised at a time, so that one huge document does not fill the memory
+# Characters that are tokenised at a time, so that one huge document does not fill the memory.
+PIECE = 1 << 20
 SAMPLE_BYTES = 100_000_000  # of text, at most, that a BPE is trained on
 TRAINING_PIECE = 1 << 12  # the trainer's time is quadratic in the longest run without a break
 # The trainer keeps each distinct word, in about 80 times its bytes. 100 MB of source code have 2 MB

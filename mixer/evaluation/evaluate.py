@@ -91,9 +91,8 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     stride = options.stride or window
     if not 0 < stride <= window or (context and not scoring.reads(model, window)):
         raise UserError(
-            f"the context of {options.checkpoint} is {context or 'not known'}, the window "
-            f"{window}, the stride {stride}: give --window 1..{context or 'N'}, and --stride "
-            "1..window"
+            f"the context of {options.checkpoint} is {context}, the window {window}, the stride "
+            f"{stride}: give --window 1..{context or 'N'}, and --stride 1..window"
         )
     return window, stride
 
@@ -149,10 +148,8 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     found["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
     found["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):
-        raise UserError(
-            f"the loss is {scores.nats} in {options.dtype}: use --dtype fp32; "
-            "if it stays, the checkpoint diverged"
-        )
+        remedy = "use --dtype fp32; if it stays, the checkpoint diverged"
+        raise UserError(f"the loss is {scores.nats} in {options.dtype}: {remedy}")
     return found | numbers(scores, text, found["context"] or window)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mixer.common.files import whole_directory
 from mixer.reporting.figure import can_draw, plot_loss_by_position
-from mixer.reporting.tables import bullets, table
+from mixer.reporting.tables import table, wrapped
 
 COLUMNS = {
     "checkpoint": "label",
@@ -44,7 +44,7 @@ def evaluation_report(results: list[dict]) -> str:
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
         notes.append(note + "not those per token.")
-    return f"{rows}\n\n{bullets(notes)}"
+    return "\n".join([rows, "", *(wrapped(note, "- ", "  ") for note in notes)])
 
 
 def conventions(r: dict) -> dict[str, str]:

@@ -98,9 +98,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         first = [tokenizer.eos_token_id]
         text.streams = [np.concatenate((first, tokens)) for tokens in text.streams]
     if all(len(tokens) < 2 for tokens in text.streams):
-        raise UserError(
-            f"{text.name} is shorter than 2 tokens, so nothing can be predicted: give a longer text"
-        )
+        raise UserError(f"{text.name} is shorter than 2 tokens: give a longer text")
     kept, left = [], options.max_tokens
     for tokens in text.streams:
         if left > 0:
@@ -150,10 +148,8 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     """The validation split of prepared data: packed, one stream; otherwise one per document."""
     split = TokenFile(directory, "validation", context)
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
-        raise UserError(
-            f"{directory} was prepared with another tokenizer than the checkpoint's: "
-            "give data of its run, or --text"
-        )
+        problem = "was prepared with another tokenizer than the checkpoint's"
+        raise UserError(f"{directory} {problem}: give data of its run, or --text")
     streams = [split.tokens]
     if not split.packed:
         streams = np.split(split.tokens, split.document_ends()[:-1])

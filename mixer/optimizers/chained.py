@@ -1,9 +1,16 @@
-"""Several optimizers of one model that behave as one."""
+"""Several optimizers of one model that behave as one, and what happens to its gradients before a
+step: their norm, clipping, and a guard against those that are not finite.
+"""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mixer.common.errors import NotFinite
+
+MOST_SKIPPED = 50  # so many skipped steps in a row end a run
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -63,3 +70,84 @@ def _prepare_gradients(
             gradient.div_(scale.to(gradient.device))
         if found_inf is not None:
             gradient.masked_fill_(found_inf.to(gradient.device) > 0, 0)
+
+
+def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
+    """The norm of all gradients, also where they are sharded over the processes."""
+    norms = []
+    for part in optimizer.parts:
+        parameters = [weight for group in part.param_groups for weight in group["params"]]
+        gradients = [weight.grad for weight in parameters if weight.grad is not None]
+        if gradients:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
+    """Makes the optimizer's next step use gradients whose norm is at most `limit`; 0 is no limit.
+
+    The optimizer divides the gradients as it reads them, by what torch's optimizers call
+    `grad_scale`. torch.nn.utils.clip_grad_norm_ would read and write all of them once more.
+    """
+    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+
+
+class Guard:
+    """Skips each optimizer step whose gradient is not finite, without waiting for the device.
+
+    The step is skipped on the device: torch's fused AdamW leaves everything as it is where its
+    `found_inf` is 1, which is how GradScaler skips steps too (and does here, with fp16: then
+    `scaled` is true). With `stop_at_first`, all steps after the first such one are skipped too.
+    `look` is the one place that waits, and belongs where the loop waits anyway.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaled: bool,
+        stop_at_first: bool,
+        device: torch.device,
+    ):
+        self.optimizer, self.scaled = optimizer, scaled
+        self.stop_at_first = stop_at_first and not scaled  # fp16 overflows now and then
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # since the last look
+        self.in_a_row = torch.zeros_like(self.skipped)  # up to the last step
+
+    def before_step(self, gradient_norm: Tensor) -> None:
+        """To be called with the gradient's norm before each step of the optimizer."""
+        bad = ~torch.isfinite(gradient_norm)
+        if self.stop_at_first:
+            bad = bad | (self.in_a_row > 0)
+        if not self.scaled:
+            self.optimizer.found_inf = bad.float()
+        self.skipped += bad
+        self.in_a_row = torch.where(bad, self.in_a_row + 1, 0)
+
+    def look(self, step: int) -> int:
+        """How many steps were skipped since the last look, when `step` is done. Waits for the
+        device.
+
+        Raises NotFinite where the skipped steps must end the run.
+        """
+        skipped, in_a_row = torch.stack([self.skipped, self.in_a_row]).tolist()
+        self.skipped.zero_()
+        if in_a_row and self.stop_at_first:
+            raise NotFinite(
+                f"the gradient of step {step - in_a_row + 1} is not finite. The step did not "
+                "change the weights. Lower optim.lr or raise optim.warmup_steps and run the same "
+                "command again, which goes on from the last checkpoint, or set "
+                "train.non_finite=skip to skip such steps"
+            )
+        if in_a_row >= MOST_SKIPPED:
+            advice = (
+                "Set train.mixed_precision=bf16 (or no), which has no such limit"
+                if self.scaled
+                else "Lower optim.lr or raise optim.warmup_steps"
+            )
+            raise NotFinite(
+                f"{in_a_row} steps in a row were skipped, up to step {step}, because their "
+                f"gradients were not finite; allowed: fewer than {MOST_SKIPPED}. {advice}, and run "
+                "the same command again, which goes on from the last checkpoint"
+            )
+        return skipped

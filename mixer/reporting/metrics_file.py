@@ -4,8 +4,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
-
 from mixer.common.errors import Say, UserError, say_on_stderr
 
 
@@ -14,26 +12,19 @@ def read_metrics(path: str | Path, say: Say = say_on_stderr) -> list[dict]:
     path = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
     lines = [line for _, line in readable_lines(path, say)] if path.is_file() else []
     if not lines:
-        raise UserError(
-            f"{path} has no line that can be read: give a run directory that holds metrics.jsonl, "
-            "or that file, once the run has logged a step"
-        )
+        raise UserError(f"{path} has no line that can be read: give a run that has logged a step")
     return lines
 
 
 def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
     """(text, content) of each line that is an object with an integer "step" and finite numbers.
-
-    `say` tells of others. A line at the end that a kill cut short, or that is being written, is
-    left out without a word.
+    `say` tells of others, but not of one at the end, which is being written or was cut short.
     """
     texts = path.read_bytes().split(b"\n")
     pairs = [(text, _content(text)) for text in texts]
     if damaged := sum(bool(text.strip()) and line is None for text, line in pairs[:-1]):
-        say(
-            f"{path}: left out {damaged} line(s), no JSON object with an integer "
-            '"step" and finite numbers'
-        )
+        kind = 'no JSON object with an integer "step" and finite numbers'
+        say(f"{path}: left out {damaged} line(s), {kind}")
     return [(text.decode(), line) for text, line in pairs if line is not None]
 
 
@@ -51,9 +42,3 @@ def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
     """(steps, values) of `key`, by step; the later line holds where a step was logged twice."""
     values = {line["step"]: float(line[key]) for line in lines if line.get(key) is not None}
     return sorted(values), [values[step] for step in sorted(values)]
-
-
-def seconds_of_training(lines: list[dict], steps: list[int]) -> list[float]:
-    """Seconds up to each of `steps`, with compilation, without evaluation and saving."""
-    logged, seconds = series([line for line in lines if "loss" in line], "seconds")
-    return np.interp(steps, [0, *logged], np.cumsum([0.0, *seconds])).tolist()

@@ -1,4 +1,4 @@
-"""Tables and lists in Markdown, at most WIDTH columns wide, so that no terminal breaks a line."""
+"""Tables and text in Markdown, at most WIDTH columns wide, so that no terminal breaks a line."""
 
 import textwrap
 
@@ -33,11 +33,6 @@ def wrapped(text: str, first: str = "", others: str = "") -> str:
     how = {"break_long_words": False, "break_on_hyphens": False}
     how |= {"initial_indent": first, "subsequent_indent": others}
     return textwrap.fill(text, WIDTH - 10, **how)  # room for an indent
-
-
-def bullets(lines: list[str]) -> str:
-    """A Markdown list."""
-    return "\n".join(wrapped(line, "- ", "  ") for line in lines)
 
 
 def format_number(value: str | float | None) -> str:

@@ -7,6 +7,5 @@ objective     the model with its loss as one module, and its loss on the validat
 backend       which backends mix tokens where model.mixing_backend is auto
 compile       torch.compile, CUDA graphs, and what the backward pass computes again
 optim         which optimizer trains which parameter, and the learning rate
-gradients     their norm, clipping, and steps whose gradient is not finite
 metrics       throughput, the lines of metrics.jsonl, on the terminal, and in wandb or TensorBoard
 """

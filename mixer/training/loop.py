@@ -17,8 +17,8 @@ from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memo
 from mixer.data.batches import Batches, SampleOrder, Share, to_device
 from mixer.data.prepare import open_data
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
+from mixer.optimizers.chained import Guard, clip, gradient_norm
 from mixer.training.config import RunConfig
-from mixer.training.gradients import Guard, clip, gradient_norm
 from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.objective import useful_flops, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate

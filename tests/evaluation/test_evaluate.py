@@ -123,26 +123,17 @@ def counts(run, name):
     return json.loads((run / name / "manifest.json").read_text())["splits"]["validation"]
 
 
-def test_the_validation_split_of_the_run_is_scored_whole_with_the_manifests_sizes(run):
-    result, split = evaluate(run), counts(run, "data")
-    assert result["step"] == 7
-    assert result["tokens_scored"] == split["tokens"] - 1
-    assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
-    assert result["stride"] == result["window"] == 32
-
-
-def test_unpacked_data_is_scored_document_by_document(run):
-    result, split = evaluate(run, data=str(run / "rows")), counts(run, "rows")
-    assert result["streams"] == split["documents"]
-    assert result["tokens_scored"] == split["tokens"] - split["documents"]
-
-
-def test_decoding_counts_the_bytes_and_words_that_the_manifest_counts(run):
-    # One token less than the whole: what is left out is the last EOS, which stands for no text.
-    split = counts(run, "data")
-    result = evaluate(run, max_tokens=split["tokens"] - 2)
-    assert result["tokens_scored"] == split["tokens"] - 2
-    assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
+def test_the_validation_split_is_scored_whole_with_the_manifests_sizes(run):
+    """Packed; document by document; and without the last EOS, which stands for no text."""
+    split, rows = counts(run, "data"), counts(run, "rows")
+    whole, part = evaluate(run), evaluate(run, max_tokens=split["tokens"] - 2)
+    assert whole["step"] == 7 and whole["stride"] == whole["window"] == 32
+    assert whole["tokens_scored"] == split["tokens"] - 1 == part["tokens_scored"] + 1
+    for result in (whole, part):
+        assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
+    unpacked = evaluate(run, data=str(run / "rows"))
+    assert unpacked["streams"] == rows["documents"]
+    assert unpacked["tokens_scored"] == rows["tokens"] - rows["documents"]
 
 
 @pytest.mark.parametrize("first_token, extra", [("skip", -1), ("eos", 0)])
@@ -233,15 +224,14 @@ def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
     assert found == [(16, 16), (32, 8), (32, 32)]
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
-def test_an_incomplete_checkpoint_is_named_with_what_it_lacks(run, tmp_path, missing):
-    for name in {"config.json", "model.safetensors", "tokenizer.json"} - {missing}:
-        (tmp_path / name).write_bytes((run / "demo" / "step-7" / name).read_bytes())
-    with pytest.raises(UserError, match=f"lacks {missing}"):
-        evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
-
-
-def test_a_run_is_no_checkpoint(run):
+def test_what_is_no_checkpoint_is_named_with_what_it_lacks(run, tmp_path):
+    names = {"config.json", "model.safetensors", "tokenizer.json"}
+    for missing in ("config.json", "model.safetensors"):
+        for name in names - {missing}:
+            (tmp_path / name).write_bytes((run / "demo" / "step-7" / name).read_bytes())
+        with pytest.raises(UserError, match=f"lacks {missing}"):
+            evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
     with pytest.raises(UserError, match="is a run, not a checkpoint.*step-7"):
         evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo")))
 
@@ -261,24 +251,21 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
         evaluate_checkpoint(EvalOptions(checkpoint, device="cpu"))
 
 
-@pytest.mark.parametrize(
-    "content, problem",
-    [
-        ('{"step": 7, "tok', "JSONDecodeError: "),
-        ('{"step": 7}', "tokens missing"),
-    ],
-)
-def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path, content, problem):
-    checkpoint = change_trainer(run, tmp_path / "step-7", content)
-    book = [str(run / "book.txt")]
-    uses = [
-        lambda: evaluate_checkpoint(EvalOptions(checkpoint, text=book, device="cpu")),
-        lambda: export(Path(checkpoint), tmp_path / "given", "mit"),
-        lambda: load_trainer(Path(checkpoint), {}),
-    ]
-    for use in uses:
-        with pytest.raises(UserError, match=rf"trainer.json is damaged \({problem}.*: copy the"):
-            use()
+def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path):
+    for name, content, problem in (
+        ("cut", '{"step": 7, "tok', "JSONDecodeError: "),
+        ("lacking", '{"step": 7}', "tokens missing"),
+    ):
+        checkpoint = change_trainer(run, tmp_path / name, content)
+        for use in (
+            lambda path: evaluate_checkpoint(
+                EvalOptions(path, text=[str(run / "book.txt")], device="cpu")
+            ),
+            lambda path: export(Path(path), tmp_path / "given", "mit"),
+            lambda path: load_trainer(Path(path), {}),
+        ):
+            with pytest.raises(UserError, match=rf"trainer.json is damaged \({problem}.*: copy"):
+                use(checkpoint)
     assert not (tmp_path / "given").exists()
 
 

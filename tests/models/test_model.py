@@ -92,9 +92,8 @@ def test_queries_and_keys_are_shifted_normed_and_rotated_as_written():
     fits = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
     found = mixing.out_proj(torch.einsum("hij,jhc->ihc", fits, value).flatten(1))
     rotation = rotations(torch.arange(12)[None], 4)
-    torch.testing.assert_close(
-        mixing(x, torch.zeros_like(x), rotation=rotation)[0], found, rtol=1e-5, atol=1e-5
-    )
+    mixed = mixing(x, torch.zeros_like(x), rotation=rotation)[0]
+    torch.testing.assert_close(mixed, found, rtol=1e-5, atol=1e-5)
 
 
 def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_mixing():
@@ -166,9 +165,8 @@ def test_every_variant_is_causal_and_survives_saving(mixing, taps, others, tmp_p
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_token():
     model, ids = small_model(), tokens()
-    expected = nn.functional.cross_entropy(
-        model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    )
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     torch.testing.assert_close(model(ids, labels=ids).loss, expected)
 
 
@@ -279,9 +277,8 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 
 def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
     """Off by the last bit of its type at most, and by the 3e-7 of the distribution."""
-    assert (
-        (found.double() - exact).abs() <= torch.finfo(found.dtype).eps * exact.abs() + 3e-7
-    ).all()
+    allowed = torch.finfo(found.dtype).eps * exact.abs() + 3e-7
+    assert ((found.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)

@@ -16,18 +16,11 @@ from mixer.inspect import (
     effective_context,
     main,
     mixing_matrices,
-    weight_by_lag,
 )
 
 
 def random_matrix(seed: int, context: int = 20) -> np.ndarray:
     return np.tril(np.random.default_rng(seed).standard_normal((context, context)))
-
-
-def test_weight_by_lag_is_the_mean_of_each_diagonal():
-    matrix = random_matrix(0)
-    expected = [np.abs(np.diag(matrix, -lag)).mean() for lag in range(20)]
-    np.testing.assert_allclose(weight_by_lag(matrix), expected)
 
 
 def test_effective_context_is_counted_by_hand():

@@ -15,7 +15,7 @@ from mixer.common.errors import UserError
 from mixer.report import compare_runs, plot_training, smooth
 from mixer.reporting.figure import plot_loss_by_position
 from mixer.reporting.metrics_file import read_metrics
-from mixer.reporting.tables import WIDTH, table
+from mixer.reporting.tables import WIDTH
 
 STEPS = list(range(1, 41))
 
@@ -180,8 +180,3 @@ def test_what_commands_print_and_report_fits_into_100_columns(
     said += written.read_text() + (finished / "inspect-step-12/index.md").read_text()
     said = said.replace(str(tmp_path), "")
     assert [line for line in said.splitlines() if len(line) > WIDTH] == []
-
-
-def test_columns_that_do_not_fit_go_into_another_table():
-    first, second = table([{"name": "a", "x": "x" * 60, "y": "y" * 60}]).split("\n\n")
-    assert "x" * 60 in first and "y" * 60 in second and second.startswith("| name |")

@@ -4,8 +4,7 @@ import pytest
 import torch
 from models import small_model, tokens
 
-from mixer.optimizers.chained import ChainedOptimizer
-from mixer.training.gradients import clip, gradient_norm
+from mixer.optimizers.chained import ChainedOptimizer, clip, gradient_norm
 from mixer.training.optim import OptimConfig, build_optimizer
 
 
