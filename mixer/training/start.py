@@ -141,6 +141,10 @@ def parallelize(
     optimizer = build_optimizer(model, run.optim, processes, compile)
     prepare = world.accelerator.prepare
     if is_compiled and not obstacle_to_graph(run.train, world):
+        if world.size > 1:
+            # DDP would do it, too: hosts with other CPUs draw other initial weights.
+            for tensor in objective.state_dict().values():
+                dist.broadcast(tensor, 0)
         # in autocast, but not in DDP
         parallel = world.accelerator.prepare_model(objective, evaluation_mode=True)
         passes = Passes(parallel, world)
@@ -197,9 +201,11 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     weights = list(model.parameters())
     for weight in weights:
         kept.pop(weight.untyped_storage()._cdata, None)
-    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers.
+    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on several
+    # GPUs also the mean of their gradients (see Passes).
     on_gpu = world.device.type == "cuda"
-    state = 16 * sum(weight.numel() for weight in weights)
+    has_means = on_gpu and world.size > 1 and not world.is_sharded
+    state = (20 if has_means else 16) * sum(weight.numel() for weight in weights)
     needed = state / (world.size if world.is_sharded else 1)
     needed += sum(storage.nbytes() for storage in kept.values())
     if not on_gpu:

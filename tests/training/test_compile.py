@@ -2,6 +2,8 @@
 changes.
 """
 
+import os
+
 import pytest
 import torch
 from models import small_model, tokens
@@ -41,6 +43,25 @@ def compile_quickly(set_option=setattr) -> None:
 
     set_option(config.cpp, "vec_isa_ok", False)
     set_option(config, "compile_threads", 1)
+
+
+def without_ddp_on_another_cpu() -> None:
+    """As where a step is a CUDA graph, up to its recording; each rank draws weights of its own."""
+    draw, rank = torch.manual_seed, int(os.environ.get("RANK", 0))
+    torch.manual_seed = lambda seed: draw(seed + rank)
+    start.compile_objective, start.obstacle_to_graph = lambda *_: True, lambda *_: ""
+    start.Passes.record = lambda *_: None
+
+
+def test_all_processes_have_the_weights_of_the_first_also_without_ddp(
+    write_config, launch, tmp_path
+):
+    config = write_config(train=TRAIN | {"steps": 3})
+    on_two = {"processes": 2, "before": without_ddp_on_another_cpu}
+    launch("--config", config, "name=one").succeed()
+    launch("--config", config, "name=two", **on_two).succeed()
+    one, two = (read_lines(tmp_path / "runs" / name)[0] for name in ("one", "two"))
+    assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-6)
 
 
 @needs_gxx

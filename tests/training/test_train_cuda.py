@@ -24,8 +24,7 @@ SECTIONS = {
 DDP = [pytest.param(count, {}, id=f"{count}-ddp") for count in (1, 2, 4)]
 LAUNCHES = [*DDP, *(pytest.param(count, FSDP, id=f"{count}-fsdp") for count in (2, 4))]
 GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true")  # of DDP alone
-# Muon and shared lags, at a context where mixing weights are updated in two parts.
-RECIPE_GRAPHS = (*RECIPE, "model.max_position_embeddings=1024", *GRAPHS)
+RECIPE_GRAPHS = (*RECIPE, *GRAPHS)  # Muon and shared lags
 
 
 def launches_with(**kinds: tuple[str, tuple[str, ...]]):
