@@ -174,7 +174,7 @@ def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
                 except BlockingIOError:
                     waiting()
                     fcntl.flock(opened, fcntl.LOCK_EX)
-                if os.fstat(opened.fileno()).st_nlink == 0:  # whoever held the lock removed it
+                if not _is_at(opened.fileno(), file):  # whoever held the lock removed it
                     continue
                 try:
                     yield
@@ -185,6 +185,16 @@ def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
         for directory in missing:
             with suppress(OSError):
                 directory.rmdir()
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    """Whether an open file still has its name. Its number of links does not tell: NFS renames an
+    open file that is removed.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
 
 
 def run_locked(directory: Path) -> AbstractContextManager[None]:

@@ -1,6 +1,5 @@
 """The results of a plan, and the processes that add to them: one run at a time for each GPU."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -19,6 +18,7 @@ import torch
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
 from mixer.common.files import check_writable, write_json
 from mixer.common.hardware import hardware
+from mixer.common.parsing import read_json
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
 from mixer.data.prepare import open_data
@@ -40,7 +40,9 @@ class Study:
 
     def __init__(self, output: Path, plan: dict, command: str, commit: str):
         self.file, self.folder = (output.with_name(output.name + end) for end in (".json", "-runs"))
-        found = json.loads(self.file.read_text()) if self.file.exists() else {"runs": {}}
+        found, otherwise = {"runs": {}}, "give another --output, or delete it to start afresh"
+        if self.file.exists():
+            found = read_json(self.file, otherwise, required={"runs": dict})
         self.runs: dict[str, dict] = found["runs"]
         self.result, self.commit = found | {"command": command, "plan": plan}, commit
         self.problems: list[str] = []

@@ -2,6 +2,7 @@
 JSON file that is not what it should be is one message.
 """
 
+import fcntl
 import hashlib
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from mixer.common import files
 from mixer.common.errors import UserError
-from mixer.common.files import check_new, check_writable, has_sha256, sha256, write_text
+from mixer.common.files import check_new, check_writable, has_sha256, locked, sha256, write_text
 from mixer.common.parsing import NONE, read_json
 
 
@@ -45,6 +46,19 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
         with pytest.raises(UserError, match="step-4 is a checkpoint.*; choose another --output"):
             check_writable(tmp_path / place)
     check_writable(tmp_path / "evaluation")
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
+    file = tmp_path / ".lock"
+    with open(file, "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+
+        def end() -> None:
+            file.rename(tmp_path / ".nfs1")  # as NFS removes what another process has open
+            fcntl.flock(holder, fcntl.LOCK_UN)
+
+        with locked(file, end):
+            assert file.exists()
 
 
 def test_a_file_is_compared_with_its_sha256_once_until_it_changes(tmp_path, monkeypatch):

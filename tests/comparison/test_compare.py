@@ -84,6 +84,15 @@ def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_pat
     assert (output / "report.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize("content", ['{"runs": {"dense": ', '{"rows": []}'])
+def test_results_that_no_plan_wrote_are_refused(write_config, tmp_path, content):
+    (tmp_path / "report.json").write_text(content)
+    command = ["--config", str(write_config()), "--output", str(tmp_path), "--backends", "dense"]
+    with pytest.raises(UserError, match="report.json is damaged .*: give another --output"):
+        main(command)
+    assert (tmp_path / "report.json").read_text() == content
+
+
 def test_a_machine_without_git_measures_too(monkeypatch):
     monkeypatch.setenv("PATH", "/none")
     assert commit() == "unknown"
