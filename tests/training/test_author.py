@@ -49,7 +49,7 @@ def rows_of(texts: list[str], directory: str) -> torch.Tensor:
 def his_model(name: str, ours: PreTrainedModel) -> nn.Module:
     """With the weights of our model."""
     if name == "mixer":
-        sizes = {"hidden": WIDTH, "blocks": BLOCKS, "context": CONTEXT}
+        sizes = {"hidden": WIDTH, "width": 2 * WIDTH, "blocks": BLOCKS, "context": CONTEXT}
         theirs, weights = LanguageMixer(vocabulary=300, **sizes), to_reference(ours)
     else:
         kinds = {"toeplitz": ["lag"] * 4, "recurrent": ["col", "col", "row", "row"]}[name]
@@ -71,6 +71,7 @@ def test_his_model_and_ours_end_at_the_same_loss(name, data, tmp_path):
     options += [f"model.max_position_embeddings={CONTEXT}", f"train.batch_size={BATCH}"]
     options += [f"train.steps={STEPS}", f"optim.warmup_steps={WARMUP}", "optim.lr=1e-2"]
     options += ["train.mixed_precision=no", "logging.log_every=1", f"output_dir={tmp_path}"]
+    options += [f"model.intermediate_size={2 * WIDTH}"] if name == "mixer" else []
     run = load_config(str(ROOT / f"configs/author/{name}.yaml"), options)
     train(run)
     ours = list(read_losses(run.directory).values())
