@@ -108,10 +108,10 @@ def part_texts(part: Part) -> Iterator[str | list[str]]:
 
 def _text(row: object, config: DataConfig) -> str | list[str]:
     """The text of a row, of a pair both in one; the names of its fields where it lacks one."""
-    if not row:
-        return ""
     if not isinstance(row, dict):
         raise ValueError(f"it holds {type(row).__name__}, not an object")
+    if not row:
+        return ""
     texts = [row.get(name) for name in (config.text_field, config.pair_field) if name]
     if None in texts:
         return sorted(row)

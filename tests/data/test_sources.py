@@ -232,6 +232,7 @@ def test_text_is_one_document_a_file(tmp_path):
         ("source=parquet path=.", "no folder that holds a file ending in .parquet"),
         ("source=jsonl path=rows.jsonl", "no text in field 'text'; fields of the first: body, id"),
         ("source=jsonl path=rows.jsonl text_field=id", "holds int, not text"),
+        ("source=jsonl path=null.jsonl", "row 2 of null.jsonl: .* NoneType, not an object"),
     ],
 )
 def test_source_errors_say_what_to_do(tmp_path, monkeypatch, settings, problem):
@@ -239,6 +240,7 @@ def test_source_errors_say_what_to_do(tmp_path, monkeypatch, settings, problem):
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("blank.txt").write_text("\n")
     Path("rows.jsonl").write_text('{"body": "x", "id": 3}\n')
+    Path("null.jsonl").write_text('{"text": "x"}\nnull\n')
     with pytest.raises(UserError, match=problem):
         documents_of(DataConfig(**dict(setting.split("=") for setting in settings.split())))
 
