@@ -2,9 +2,12 @@
 backward pass computes again.
 """
 
+import functools
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import mixer.ops
 from mixer.common.errors import first_line
 from mixer.distributed.world import World
 from mixer.training.config import TrainConfig
@@ -102,10 +106,20 @@ def compiled(function: Callable) -> Callable:
     else:  # older versions: for block sizes, smaller blocks beside them, and padded products
         older = ("triton.autotune_pointwise", "dynamic_scale_rblock", "shape_padding")
         options = dict.fromkeys(older, False)
+    # The compiler keeps code on disk by what calls an operator, but in it are the calls of the
+    # operator's gradients: another version of them must not find it.
+    if hasattr(torch.compiler.config, "cache_key_tag"):  # from torch 2.7 on
+        torch.compiler.config.cache_key_tag = operators_hash()
     # The optimizers' functions have a form for each shape of their parameters' parts.
     limits = torch._dynamo.config
     limits.cache_size_limit = max(SHAPES, limits.cache_size_limit)
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+@functools.cache
+def operators_hash() -> str:
+    files = sorted(Path(mixer.ops.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class Passes:

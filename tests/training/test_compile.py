@@ -15,13 +15,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.layers import gelu, short_gelu
-from mixer.training import start
+from mixer.training import compile, start
 from mixer.training.compile import compiled, compiled_parts, set_recompute
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.objective import Objective, short_token_nats, token_nats
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
 
+needs_tag = pytest.mark.skipif(
+    not hasattr(torch.compiler.config, "cache_key_tag"), reason="needs torch 2.7"
+)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # Eight samples a step on two processes, in micro-batches; an evaluation whose last batches are
@@ -43,6 +46,25 @@ def compile_quickly(set_option=setattr) -> None:
 
     set_option(config.cpp, "vec_isa_ok", False)
     set_option(config, "compile_threads", 1)
+
+
+@needs_gxx
+@needs_tag
+def test_code_that_the_compiler_has_kept_is_not_for_other_operators(tmp_path, monkeypatch):
+    """It calls their gradients, which an update may have changed."""
+    from torch._dynamo.utils import counters
+
+    compile_quickly(monkeypatch.setattr)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")  # back to it in the end
+    x, hits = torch.ones(8, requires_grad=True), []
+    for version in ("old", "old", "new"):
+        monkeypatch.setattr(compile, "operators_hash", lambda: version)  # noqa: B023
+        torch._dynamo.reset()
+        counters.clear()
+        compiled(torch.sin)(x).sum().backward()
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]
 
 
 def without_ddp_on_another_cpu() -> None:

@@ -23,7 +23,7 @@ KernelSet volta_kernels();            // sm_70 and newer: mma.m8n8k4; fp16 alone
 KernelSet ampere_kernels(int dtype);  // sm_80 and newer: mma.sync
 KernelSet hopper_kernels();           // sm_90a (MIXER_HOPPER): TMA and wgmma
 
-namespace hopper {  // the parts of a set that have a file each
+namespace hopper {  // hopper_product.cu
 cudaError_t forward(const TriangularConvParams& params);
 cudaError_t grad_input(const TriangularConvParams& params);
 }  // namespace hopper
