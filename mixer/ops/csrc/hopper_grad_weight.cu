@@ -22,7 +22,6 @@
 // idle.
 #include <algorithm>
 
-#include "hopper_maps.h"
 #include "hopper_tile.cuh"
 #include "kernels.h"
 #include "lags.cuh"
@@ -579,14 +578,11 @@ cudaError_t compute(const TriangularConvParams& params, const Plan& plan) {
   return status == cudaSuccess ? finish(params, arguments) : status;
 }
 
-template <typename Plan>
-int64_t workspace_bytes(const Plan& plan) {
-  return (partial_floats(plan) + sum_floats(plan)) * sizeof(float);
-}
-
 int64_t grad_weight_workspace(const TriangularConvParams& params) {
-  return params.lag_zero > 0 ? workspace_bytes(make_lag_plan(params))
-                             : workspace_bytes(make_plan(params));
+  const auto bytes = [](const auto& plan) {
+    return int64_t((partial_floats(plan) + sum_floats(plan)) * sizeof(float));
+  };
+  return params.lag_zero > 0 ? bytes(make_lag_plan(params)) : bytes(make_plan(params));
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {

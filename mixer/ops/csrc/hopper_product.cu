@@ -23,7 +23,6 @@
 //     an output box while the other multipliers continue. The next tile has to wait for the last
 //     row block of a thread block, so that one uses the last stage as its output boxes and stores
 //     both at once.
-#include "hopper_maps.h"
 #include "hopper_tile.cuh"
 #include "kernels.h"
 
@@ -692,9 +691,8 @@ cudaError_t launch_instance(const TriangularConvParams& params, ProductArguments
 template <typename Element, bool kTransposed, bool kWithResidual>
 cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& arguments) {
   if (params.tokens <= 4 * kBox) {
-    return launch_instance<
-        ProductShape<Element, 4, 5, Plan::kResident, kTransposed, kWithResidual>>(params,
-                                                                                  arguments);
+    using Shape = ProductShape<Element, 4, 5, Plan::kResident, kTransposed, kWithResidual>;
+    return launch_instance<Shape>(params, arguments);
   }
   if (params.tokens <= 8 * kBox) {
     // the residual waits in the output boxes, so they cannot be shared
@@ -703,8 +701,8 @@ cudaError_t launch_shape(const TriangularConvParams& params, ProductArguments& a
         ProductShape<Element, 8, kStages, Plan::kResidentAlone, kTransposed, kWithResidual>;
     return launch_instance<Shape>(params, arguments);
   }
-  return launch_instance<ProductShape<Element, 8, 4, Plan::kStreamed, kTransposed, kWithResidual>>(
-      params, arguments);
+  using Shape = ProductShape<Element, 8, 4, Plan::kStreamed, kTransposed, kWithResidual>;
+  return launch_instance<Shape>(params, arguments);
 }
 
 template <bool kTransposed, bool kWithResidual>

@@ -9,12 +9,10 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <stdint.h>
 
 #include <type_traits>
+
+#include "numeric.cuh"
 
 namespace hopper {
 
