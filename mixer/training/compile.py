@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import mixer.ops
-from mixer.common.errors import first_line
+from mixer.common.errors import UserError, first_line
+from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
 from mixer.training.config import TrainConfig
 from mixer.training.objective import Objective
@@ -162,14 +163,22 @@ class Passes:
         return self.nats
 
     def record(self, shape: tuple[int, int]) -> None:
-        """Makes the graph, for batches of `shape`, (batch, tokens)."""
+        """Makes the graph, for batches of `shape`, (batch, tokens). Raises UserError."""
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
         self.batch, self.factor = (tokens, tokens.clone()), torch.zeros((), device=tokens.device)
         self._run([self.batch], self.factor)  # makes what stays: workspaces, the scale of fp16
         self.parallel.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.nats = self._run([self.batch], self.factor)
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.nats = self._run([self.batch], self.factor)
+        except Exception as error:  # after which this process may be unable to use its GPU
+            if is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"the passes of a step cannot be recorded as a CUDA graph: {first_line(error)}; "
+                "train.cuda_graphs=false trains without one"
+            ) from error
         self.graph = graph
         self.weights = [w for w in self.parallel.parameters() if w.grad is not None]
         self.gradients = [weight.grad for weight in self.weights]

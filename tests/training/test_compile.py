@@ -201,6 +201,20 @@ def test_where_compiling_fails_the_run_says_why_and_goes_on_without(
     assert read_losses(tmp_path / "runs/fallen") == read_losses(finished)
 
 
+def without_graphs() -> None:
+    def refuse():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    torch.cuda.CUDAGraph = refuse
+    start.compile_objective, start.obstacle_to_graph = lambda *_: True, lambda *_: ""
+
+
+def test_a_step_that_cannot_be_recorded_is_named_with_what_to_set(write_config, launch):
+    ranks = launch("--config", write_config(), before=without_graphs)
+    assert ranks.wait() == [2] and "Traceback" not in ranks.output
+    assert "not permitted when stream is capturing; train.cuda_graphs=false" in ranks.output
+
+
 # activations of (batch, tokens, channels), as set_recompute lists them
 KEPT = {"none": 12, "activation": 8, "block": 1}
 
