@@ -11,7 +11,7 @@ from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, first_line, run_command
 from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
-from mixer.evaluation.scoring import choose_device, reads
+from mixer.evaluation.scoring import choose_device, extend_to
 
 LOWEST_TEMPERATURE = 1e-4  # logits divided by a tiny number would overflow
 
@@ -57,7 +57,7 @@ def generate(
     ids = inputs.input_ids  # (prompts, tokens)
     check_token(int(ids.max()), model, "a prompt")
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and not reads(model, ids.shape[1] + new_tokens):
+    if context is not None and not extend_to(model, ids.shape[1] + new_tokens):
         raise UserError(
             f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}, and the model's "
             f"context is {context}: shorten the prompt, or give fewer new tokens"

@@ -89,7 +89,7 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     window = options.window or context or 0
     stride = options.stride or window
-    if not 0 < stride <= window or (context and not scoring.reads(model, window)):
+    if not 0 < stride <= window or (context and not scoring.extend_to(model, window)):
         raise UserError(
             f"the context of {options.checkpoint} is {context}, the window {window}, the stride "
             f"{stride}: give --window 1..{context or 'N'}, and --stride 1..window"

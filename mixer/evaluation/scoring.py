@@ -86,8 +86,8 @@ def join_processes(device: torch.device) -> Place:
     return state.device, state.process_index, state.num_processes
 
 
-def reads(model: PreTrainedModel, tokens: int) -> bool:
-    """Whether a model reads so many tokens; one with mixing weights by lag is extended to."""
+def extend_to(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a model reads so many tokens. One with mixing weights by lag does: it is extended."""
     context = model.config.get_text_config().max_position_embeddings
     by_lag = getattr(model.config, "mixing_weight", None) == "lags"
     if tokens > context and by_lag:
