@@ -19,14 +19,18 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import save_file
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.pretrained import check_finite, check_vocabulary, load_masked_mixer, settled
+from mixer.checkpoints.pretrained import (
+    check_finite,
+    check_vocabulary,
+    load_masked_mixer,
+    settled,
+    write_new,
+)
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import check_new, check_writable, whole_directory, whole_file
-from mixer.data.tokenizer import existing_tokenizer
+from mixer.common.files import check_new, check_writable, whole_file
+from mixer.data.tokenizer import existing_tokenizer, read_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -47,8 +51,7 @@ def convert(
         tokenizer = existing_tokenizer(tokenizer_name)
         check_vocabulary(tokenizer, model.config.vocab_size, f"tokenizer {tokenizer_name!r}")
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-        tokenizer.model_max_length = model.config.max_position_embeddings
-    write(model, tokenizer, output)
+    write_new(output, model, tokenizer)
     if not mixing:
         assumed = f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong."
         print(assumed, file=sys.stderr)
@@ -91,22 +94,9 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
         change = taken[name].mixing_weight().detach().tril() - weight
         changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
     has_tokenizer = (source / "tokenizer_config.json").exists()
-    write(other, existing_tokenizer(str(source)) if has_tokenizer else None, output)
+    write_new(output, other, read_tokenizer(str(source)) if has_tokenizer else None, source)
     mean, most = sum(changes) / max(1, len(changes)), max(changes, default=0.0)
     print(f"mixing weights changed by {mean:.2%} of their norm in the mean, at most {most:.2%}")
-
-
-def write(
-    model: MaskedMixerForCausalLM, tokenizer: PreTrainedTokenizerBase | None, output: Path
-) -> None:
-    disable_progress_bar()  # of transformers: writing takes no time
-    with whole_directory(output) as stage:
-        check_new(output)  # another process may have written there
-        model.save_pretrained(stage)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(stage)
-    note = "" if tokenizer else ", without a tokenizer"
-    print(f"wrote {output}: {model.num_parameters():,} parameters{note}")
 
 
 def main() -> None:

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCardData
 
-from mixer.checkpoints.format import earlier_settings, read_trainer
-from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled
-from mixer.checkpoints.writer import MODULES_FILE, write_modules
+from mixer.checkpoints.checkpoint import earlier_settings, read_trainer
+from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled, write_new
 from mixer.common.errors import command_parser, run_command
-from mixer.common.files import check_new, whole_directory
+from mixer.common.files import check_new
 from mixer.common.parsing import as_yaml
 from mixer.data.tokenizer import read_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -69,16 +68,9 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     model.config.mixing_backend = "auto"
     model.to(WEIGHT_TYPES[dtype])
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
-    tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(model, checkpoint, output.resolve().name, license)
-    with whole_directory(output) as stage:
-        check_new(output)  # another process may have written there
-        model.save_pretrained(stage)
-        tokenizer.save_pretrained(stage)
-        if (checkpoint / MODULES_FILE).is_file():
-            write_modules(stage, model.config.hidden_size)
-        (stage / "README.md").write_text(card, encoding="utf-8")
-    print(f"wrote {output}; read its README.md, then: hf upload NAME {output}")
+    write_new(output, model, tokenizer, checkpoint, card)
+    print(f"read {output}/README.md, then: hf upload NAME {output}")
 
 
 def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
@@ -127,9 +119,12 @@ def configuration(trainer: dict[str, Any]) -> str:
     for name in MAY_BE_PATHS:
         section, key = name.split(".")
         run[section] = {k: value for k, value in run.get(section, {}).items() if k != key}
-    earlier = earlier_settings(trainer.get("earlier", {}), MAY_BE_PATHS)
+    earlier = {
+        step: {key: value for key, value in changed.items() if key not in MAY_BE_PATHS}
+        for step, changed in trainer.get("earlier", {}).items()
+    }
     text = f"\n## Configuration\n\n```yaml\n{as_yaml(run)}```\n"
-    return text + "".join(f"\n{line}.\n" for line in earlier)
+    return text + "".join(f"\n{line}.\n" for line in earlier_settings(earlier))
 
 
 def main() -> None:

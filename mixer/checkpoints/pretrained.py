@@ -1,5 +1,5 @@
-"""Loading a checkpoint directory, of a masked mixer or any other causal language model that
-transformers knows. Every fault of the directory is named.
+"""Model directories of a masked mixer or any other causal language model that transformers knows:
+checked and loaded, with every fault named, and written.
 """
 
 import os
@@ -17,8 +17,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.format import REMEDY, STATE, damage
+from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, write_modules
 from mixer.common.errors import UserError, first_line
+from mixer.common.files import check_new, whole_directory
 from mixer.common.hardware import is_out_of_memory
 from mixer.common.parsing import read_json
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
@@ -203,6 +204,36 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
 def _without_numbers(name: str) -> str:
     """model.layers.3.mlp.weight -> model.layers.N.mlp.weight"""
     return re.sub(r"\.\d+(?=\.)", ".N", name)
+
+
+# ------------------------------------------------------------------------- writing
+
+
+def write_new(
+    output: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast | None,
+    source: Path | None = None,
+    card: str = "",
+) -> None:
+    """Writes a model directory, whole or not at all, and says so. Raises UserError unless `output`
+    is new.
+
+    source: the checkpoint that the model is from: what it has for sentence-transformers stays.
+    """
+    disable_progress_bar()  # of transformers: writing takes no time
+    with whole_directory(output) as stage:
+        check_new(output)  # another process may have written there
+        model.save_pretrained(stage)
+        if tokenizer is not None:
+            tokenizer.model_max_length = model.config.max_position_embeddings
+            tokenizer.save_pretrained(stage)
+        if source is not None and (source / MODULES).is_file():
+            write_modules(stage, model.config.hidden_size)
+        if card:
+            (stage / "README.md").write_text(card, encoding="utf-8")
+    note = "" if tokenizer else ", without a tokenizer"
+    print(f"wrote {output}: {model.num_parameters():,} parameters{note}")
 
 
 # ------------------------------------------------------------------------- what fits a model

@@ -1,7 +1,6 @@
 """Loading the state of a run from a checkpoint, or a new run's weights."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,24 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.format import FORMAT, REMEDY, RESUMED, STATE, TRAINER, read_trainer
+from mixer.checkpoints.checkpoint import (
+    FORMAT,
+    REMEDY,
+    STATE,
+    TRAINER,
+    local_part,
+    optimizer_state,
+    read_trainer,
+)
 from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
-from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
-from mixer.common.parsing import read_json
+from mixer.common.parsing import NONE, read_json
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
+# Entries of trainer.json that only a resume needs.
+RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
+RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
 # What a resume may change in the model's configuration, and what transformers records in it.
 FREE = {"mixing_backend", "mixing_init"}
 FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
@@ -51,15 +60,10 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Names each key whose value differs between the checkpoint and now."""
     return "; ".join(
-        f"{key} is {_short(saved.get(key))} in the checkpoint, now {_short(now.get(key))}"
+        f"{key} is {saved.get(key)!r} in the checkpoint, now {now.get(key)!r}"
         for key in sorted(saved | now)
         if saved.get(key) != now.get(key)
     )
-
-
-def _short(value: Any) -> str:
-    is_hash = isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
-    return f"SHA-256 {value[:12]}" if is_hash else repr(value)
 
 
 def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:

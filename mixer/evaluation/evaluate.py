@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from mixer.checkpoints.format import read_trainer
+from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
 from mixer.common.files import check_writable, directory_for

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mixer.checkpoints.format import read_trainer
+from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
 from mixer.common.options import option
 from mixer.data.config import TASKS, DataConfig

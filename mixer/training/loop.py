@@ -10,7 +10,7 @@ import transformers
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from mixer.checkpoints.writer import CheckpointWriter
+from mixer.checkpoints.checkpoint import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
@@ -193,7 +193,7 @@ class Trainer:
         self.world.say(as_text(line, self.run.train.steps))
 
     def save(self) -> None:
-        """Begins to write a checkpoint; see mixer/checkpoints/format.py for what it holds."""
+        """Begins to write a checkpoint; see mixer/checkpoints/checkpoint.py for what it holds."""
         self.counters.nats = in_json(float(self.world.sum(self.nats)))
         trainer = asdict(self.counters) | self.state.recorded
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
-from mixer.checkpoints.format import earlier_settings, find_resume, remove_partial
+from mixer.checkpoints.checkpoint import earlier_settings, find_resume, remove_partial
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
@@ -259,7 +259,7 @@ OF_OPTIMIZER = {"optim.name", "optim.shared_lags", "train.objective"}
 
 
 def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str, Any]:
-    """The entries `settings` and `earlier` of trainer.json (see mixer/checkpoints/format.py) for a
+    """The entries `settings` and `earlier` of trainer.json (mixer/checkpoints/checkpoint.py) for a
     run that goes on from the checkpoint of `trainer`, or begins. Changed settings are said.
 
     Raises UserError where settings are changed that decide the optimizer's state, or where no step

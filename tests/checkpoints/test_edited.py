@@ -15,7 +15,7 @@ from runs import refusal
 from safetensors.torch import load_file, save_file
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.format import LISTING, OPTIMIZER
+from mixer.checkpoints.checkpoint import LISTING, OPTIMIZER
 from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer
 from mixer.common.errors import UserError
 from mixer.convert import convert

@@ -25,7 +25,7 @@ def test_changed_data_is_refused_naming_what_differs(write_config, finished, tmp
     assert "other data or in another order" in said
     assert "data.max_documents is 30 in the checkpoint, now 20" in said
     assert "seed is 0 in the checkpoint, now 5" in said
-    assert "tokenizer is SHA-256" in said and "train.bin is SHA-256" in said
+    assert "tokenizer is '" in said and "train.bin is '" in said
     assert f"train.init_from={finished / 'step-12'}" in said
 
 

@@ -5,7 +5,7 @@ import json
 import yaml
 from checkpoints import list_files
 
-from mixer.checkpoints.format import TRAINER
+from mixer.checkpoints.checkpoint import TRAINER
 from mixer.export import export
 
 NO_PATHS = {"source": "builtin", "path": "", "validation_path": "", "tokenizer": "train"}

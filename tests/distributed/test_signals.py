@@ -13,7 +13,7 @@ import pytest
 import torch
 from runs import ROOT, read_lines
 
-from mixer.checkpoints.format import damage, step_of
+from mixer.checkpoints.checkpoint import damage, step_of
 from mixer.common.files import run_locked
 
 LONG = {"steps": 1_000_000, "batch_size": 4, "eval_every": 0, "eval_samples": 8}

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.checkpoints.format import LISTING, complete
+from mixer.checkpoints.checkpoint import LISTING, complete
 from mixer.data.tokenizer import train_tokenizer
 
 WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()

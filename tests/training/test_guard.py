@@ -7,7 +7,7 @@ import pytest
 from bad_numbers import scaled_in_fp32
 from runs import RECIPE, assert_same, read_lines
 
-from mixer.checkpoints.format import damage
+from mixer.checkpoints.checkpoint import damage
 from mixer.optimizers import chained
 
 LONG = {"steps": 200, "batch_size": 4, "eval_every": 0, "eval_samples": 8}

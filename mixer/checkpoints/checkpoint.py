@@ -1,0 +1,365 @@
+"""A run's checkpoints: directories that from_pretrained loads and training resumes from.
+
+    step-1000/
+        config.json  model.safetensors  tokenizer.json ...   what from_pretrained loads, in fp32
+        modeling.py ...                   the model's code, for use without this package
+        modules.json  1_Pooling/          of a contrastive run, for sentence-transformers
+        trainer_state/
+            trainer.json                  see below
+            optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
+                                          and key; earlier versions wrote several files, of shards
+            files.json                    size and SHA-256 of every file; written last
+    best -> step-800                      the checkpoint with the lowest validation loss
+
+trainer.json holds
+
+    format                                    FORMAT, which changes when older code cannot resume
+    step, samples, tokens, skipped_steps      how far the run is; samples is its place in the data
+    data_directory, data                      where the data is, and what identifies it
+    logged_tokens, nats                       tokens at the last line of metrics, and the sum of
+                                              the nats since then
+    scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
+    settings, earlier                         what the next steps train with, and what the steps up
+                                              to others had in place of it
+    mixing                                    what model.mixing_backend=auto stands for where a
+                                              race decided it
+
+A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
+disk, and renamed. Older checkpoints are deleted only after that. None ever holds a NaN or an
+infinity.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from mixer.common.errors import NotFinite, Say, UserError
+from mixer.common.files import as_system_error, flush, has_sha256, if_supported, publish, sha256
+from mixer.common.parsing import read_json
+from mixer.distributed.world import World
+from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+
+FORMAT = 2
+STATE = "trainer_state"
+TRAINER = f"{STATE}/trainer.json"
+LISTING = f"{STATE}/files.json"
+OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
+# Entries of trainer.json that every command reads.
+READ = {"step": int, "tokens": int, "data_directory": str}
+MODULES = "modules.json"
+REMEDY = "copy the checkpoint again, or give another one"
+# Files that nothing loads, and that may be added to a checkpoint.
+UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
+
+
+# ------------------------------------------------------------------------- finding one
+
+
+def step_of(path: Path) -> int:
+    """N of step-N, -1 for another name."""
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return int(match.group(1)) if match else -1
+
+
+def all_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of a run by step, also damaged ones."""
+    return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
+
+
+def read_trainer(checkpoint: Path) -> dict[str, Any]:
+    """The content of trainer.json; empty for a model from elsewhere. Raises UserError if it cannot
+    be read, or lacks what training writes.
+    """
+    file = checkpoint / TRAINER
+    return read_json(file, REMEDY, required=READ) if file.is_file() else {}
+
+
+def earlier_settings(earlier: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each change of settings in a run, from trainer.json."""
+    return [
+        f"Until step {step}: {', '.join(f'{key} = {value}' for key, value in changed.items())}"
+        for step, changed in earlier.items()
+        if changed
+    ]
+
+
+def damage(checkpoint: Path, whole: bool = True) -> str | None:
+    """What is wrong with a checkpoint: a file is missing, changed or added. None if it is intact.
+    whole: False leaves out what only a resume loads.
+    """
+    if not checkpoint.is_dir():
+        return "there is no such directory"
+    try:
+        listing = read_json(checkpoint / LISTING, REMEDY)
+        for name, known in listing.items():
+            is_read = whole or name == TRAINER or not name.startswith(f"{STATE}/")
+            if is_read and not has_sha256(checkpoint / name, known["sha256"]):
+                return f"{name} is not what was written (its SHA-256 differs)"
+    except UserError as error:
+        return str(error)
+    except (KeyError, TypeError, ValueError):
+        return f"{LISTING} is damaged: {name!r} is {known!r:.60}"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    found = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
+    added = [name for name in found - {LISTING, *listing} if not UNREAD.fullmatch(name)]
+    return f"{min(added)} was added, which may change what is loaded" if added else None
+
+
+def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
+    """The checkpoint to continue from: the newest good one of the run, or the one that `resume`
+    names where it is not "auto". None for a fresh start.
+
+    Raises UserError if the run has newer checkpoints than the named one, and if none can be used.
+    """
+    candidates, named = all_checkpoints(directory)[::-1], Path(resume)  # the newest first
+    if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
+        say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
+    elif resume != "auto":
+        step = step_of(named.resolve())  # of `best`, that of the checkpoint which it links to
+        if newer := [str(path) for path in candidates if step_of(path) > step]:
+            raise UserError(
+                f"checkpoint.resume = {resume}, but the run has newer ones: {', '.join(newer)}; "
+                "delete these, or choose another name for a run that goes on from there"
+            )
+        candidates = [named]
+    for path in candidates:
+        problem = damage(path)
+        if problem is None:
+            return path
+        say(f"passing over {path}: {problem}")
+    if candidates:  # a fresh start would overwrite them and the run's metrics
+        raise UserError(
+            f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); give "
+            "another checkpoint.resume, or choose another name to start afresh"
+        )
+    return None
+
+
+# ------------------------------------------------------------------------- writing one
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, one at a time, in a thread of the main process, which
+    gathers the shards of the others.
+
+    `save` returns when the state is copied to the host's memory. An error in the writing thread is
+    raised by the next `save` or `wait`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        keep_every: int,
+        world: World,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        makes_vectors: bool = False,
+    ):
+        self.directory, self.keep, self.keep_every = directory, keep, keep_every
+        self.world, self.model, self.tokenizer = world, model, tokenizer
+        self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
+        self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.jobs: list[Future] = []
+
+    def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
+        """Starts to write the checkpoint of step trainer["step"]. All processes must call this
+        together. Raises NotFinite, and writes nothing, if any weight or optimizer state is NaN or
+        infinite.
+
+        trainer: the content of trainer.json without its format.
+        """
+        self.wait()  # until the last checkpoint is written
+        held = saved_weights(self.model) | optimizer_state(self.model, optimizer)
+        found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
+        if names := [name for of_process in self.world.gather(found) for name in of_process]:
+            raise NotFinite(
+                f"after step {trainer['step']} the weights or the optimizer's state are not finite "
+                f"({', '.join(names[:3])}...), so no checkpoint of it is written. Lower optim.lr "
+                "or raise optim.warmup_steps and run the same command again: it goes on from the "
+                "last checkpoint"
+            )
+        self._copy(held)
+        self._submit(self._write, {"format": FORMAT} | trainer)
+
+    def link_best(self, validation_losses: dict[int, float]) -> None:
+        """Links `best` to the best checkpoint, once the pending ones are written."""
+        # A copy, because training adds losses while the thread reads them.
+        self._submit(link_best, self.directory, dict(validation_losses))
+
+    def wait(self) -> None:
+        """Waits until all is written. Raises OSError if the system refused to write it."""
+        while self.jobs:
+            self.jobs.pop(0).result()
+
+    def close(self) -> None:
+        """Ends the thread, which completes its checkpoint first; errors are not raised."""
+        self.thread.shutdown(wait=True)
+
+    def _submit(self, job, *arguments) -> None:
+        if self.world.is_main:
+            self.jobs.append(self.thread.submit(job, *arguments))
+
+    @torch.no_grad()
+    def _copy(self, held: dict[str, Tensor]) -> None:
+        """Copies the state to the host's memory. All processes gather shards together, one tensor
+        at a time: the state need not fit on one device.
+        """
+        on_gpu = self.world.device.type == "cuda"
+        for name, tensor in held.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if not self.world.is_main:
+                continue
+            if name not in self.copies:
+                self.copies[name] = torch.empty(full.shape, dtype=full.dtype, pin_memory=on_gpu)
+            self.copies[name].copy_(full, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def _write(self, trainer: dict[str, Any]) -> None:
+        """Writes one checkpoint, of the copies; runs in the thread."""
+        final = self.directory / f"step-{trainer['step']}"
+        partial = final.with_name(final.name + ".partial")
+        try:
+            (partial / STATE).mkdir(parents=True, exist_ok=True)
+            optimizer = {name: copy for name, copy in self.copies.items() if "/" in name}
+            save_file(optimizer, partial / OPTIMIZER)
+            self._write_model(partial)
+            (partial / TRAINER).write_text(json.dumps(trainer, indent=1))
+            # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
+            flush(self.directory / "metrics.jsonl")
+            complete(partial, final)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
+            raise as_system_error(error) from error
+        self.world.say(f"saved {final}")
+        prune(self.directory, trainer["step"], self.keep, self.keep_every)
+
+    def _write_model(self, directory: Path) -> None:
+        """Writes what from_pretrained loads. save_pretrained would write the weights as they are
+        now, and training has changed them since they were copied.
+        """
+        config = type(self.model.config).from_dict(self.model.config.to_dict())
+        kind = AutoModelForCausalLM._model_mapping[type(config)]
+        config.architectures, config.dtype = [kind.__name__], torch.float32
+        if isinstance(config, MaskedMixerConfig):
+            config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without
+        for part in (config, self.model.generation_config, self.tokenizer):
+            part.save_pretrained(directory)
+        weights = {name: copy for name, copy in self.copies.items() if "/" not in name}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        if self.makes_vectors:
+            write_modules(directory, config.hidden_size)
+
+
+def write_modules(directory: Path, hidden_size: int) -> None:
+    """Writes what sentence-transformers reads beside a model to make the vectors of `text_vectors`,
+    the state of a text's last token, divided by its norm.
+    """
+    parts = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (path, kind) in enumerate(parts.items())
+    ]
+    (directory / MODULES).write_text(json.dumps(modules, indent=1))
+    pooling = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+    pooling["word_embedding_dimension"] = hidden_size
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling/config.json").write_text(json.dumps(pooling, indent=1))
+
+
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights and saved buffers by name, sharded under FSDP. A tied weight comes once."""
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return dict(model.named_parameters()) | buffers
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as PARAMETER/KEY, sharded under FSDP except for scalars."""
+    return {
+        f"{name}/{key}": value
+        for name, weight in model.named_parameters()
+        for key, value in optimizer.state.get(weight, {}).items()
+    }
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: its shard, or all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors that hold NaN or infinity. Waits for the device."""
+    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+
+
+# ------------------------------------------------------------------------- what is on the disk
+
+
+def complete(partial: Path, final: Path) -> None:
+    """Lists the files of a checkpoint, and renames it once all of it is on disk."""
+    files = {
+        str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(partial.rglob("*"))
+        if file.is_file()
+    }
+    (partial / LISTING).write_text(json.dumps(files, indent=1))
+    if final.exists():  # a damaged checkpoint of the same step, which resuming passed over
+        _remove(final)
+    publish(partial, final)
+
+
+def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
+    """Deletes checkpoints up to step `last`, except the newest `keep`, every `keep_every` steps,
+    and the best one. Later ones, which a resume has passed over, stay.
+    """
+    best = (directory / "best").resolve()
+    for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
+        if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
+            _remove(path)
+
+
+def link_best(directory: Path, validation_losses: dict[int, float | None]) -> None:
+    """Links `best` to the checkpoint with the lowest validation loss, if there is one.
+
+    validation_losses: by step; None or NaN where the loss was not finite.
+    """
+    found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
+    scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
+    if not scored:
+        return
+    best, partial = min(scored, key=scored.get), directory / "best.partial"
+    partial.unlink(missing_ok=True)
+    otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
+    if if_supported(otherwise, os.symlink, best, partial):
+        os.replace(partial, directory / "best")
+
+
+def remove_partial(directory: Path) -> None:
+    """Deletes what a killed save or deletion has left behind."""
+    for path in directory.glob("step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint. It is renamed first, so that a kill leaves no half of it. Files that
+    cannot be deleted, as on NFS while another process reads them, go at the run's next start.
+    """
+    doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
