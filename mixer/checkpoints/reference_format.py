@@ -42,6 +42,7 @@ SHARED = (
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
     *("mixing_init", "zero_init", "kaiming_init", "mixing_backend"),
 )
+EMBEDDING, BLOCKS = "model.embed_tokens", "model.layers"
 
 
 @dataclass(frozen=True)
@@ -49,37 +50,33 @@ class Format:
     """The author's names for the parts of a model."""
 
     model: str
-    embedding: str
-    blocks: str
     names: dict[str, str]  # ours, and the author's
     alone: str  # the only convolution of a block without heads
-    heads: str  # the module that holds the heads of a block
-    conv: str  # the list of convolutions in it
+    heads: str  # the list of convolutions of a block with heads
     options: tuple[str, ...]  # that models of this format have besides SHARED
     fixed: dict[str, Any]  # options of all its models that differ from our defaults
 
 
 LANGUAGE_MIXER = Format(
     model="a LanguageMixer",
-    embedding="wte",
-    blocks="mixerblocks",
     names={
+        EMBEDDING: "wte",
+        BLOCKS: "mixerblocks",
         "mixing_norm": "seq_layernorm",
         "mlp_norm": "patch_layernorm",
         "mlp.up_proj": "patch_ff.0",
         "mlp.down_proj": "patch_ff.2",
     },
     alone="conv",
-    heads="mixerhead",
-    conv="convs",
+    heads="mixerhead.convs",
     options=("mixer_kernel_size", "mixer_expansion"),
     fixed={},
 )
 RECURRENT_MIXER = Format(
     model="a structured recurrent mixer",
-    embedding="input_layer",
-    blocks="mixer_blocks",
     names={
+        EMBEDDING: "input_layer",
+        BLOCKS: "mixer_blocks",
         "lm_head": "output_layer",
         "mixing_norm": "token_norm",
         "mlp_norm": "channel_norm",
@@ -89,8 +86,7 @@ RECURRENT_MIXER = Format(
         "conv.decay": "conv.decay_value",
     },
     alone="token_mixing_layer",
-    heads="token_mixing_layer",
-    conv="mixer_heads",
+    heads="token_mixing_layer.mixer_heads",
     options=("mixer_projections", "mixing_decay"),
     fixed={"mlp_first": True, "hidden_act": "silu"},
 )
@@ -128,11 +124,10 @@ def from_reference(
     if (mixing in RECURRENT) != is_recurrent:
         raise UserError(
             f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: nothing "
-            "for a LanguageMixer, and for a recurrent mixer, whose weights do not say whether a "
-            "head goes by row or by column, rows (the author's ColRepeat in all heads), columns "
+            "for a LanguageMixer, and for a recurrent mixer rows (the author's ColRepeat), columns "
             "(RowRepeat) or mixed (MixedRepeatHeads)"
         )
-    source = _with_known_names(source, form)
+    source = _with_known_names(source)
     model = MaskedMixerForCausalLM(_config(source, form, mixing)).eval()
     _fill(dict(_pieces(model.state_dict(), model.config, form)), source, form)
     for name, parameter in model.named_parameters():
@@ -182,61 +177,56 @@ def _pieces(
     tensors: Mapping[str, Tensor], config: MaskedMixerConfig, form: Format
 ) -> Iterator[tuple[str, Tensor]]:
     """Views of the model's tensors, under the author's names and with the author's axes."""
-    heads = config.num_mixer_heads
+    heads, module = config.num_mixer_heads, form.heads.partition(".")[0]
     alone = {"conv": "conv.0" if config.mixer_expansion else form.alone, "second_conv": "conv.2"}
-    names = {"model.embed_tokens": form.embedding, "model.layers": form.blocks} | form.names
     for name, tensor in tensors.items():
-        for ours, theirs in names.items():
+        for ours, theirs in form.names.items():
             name = name.replace(ours, theirs)
         block, is_mixing, part = name.partition("mixing.")
         layer, _, kind = part.partition(".")
         if not is_mixing:
             yield name, tensor
         elif layer == "out_proj":
-            yield f"{block}{form.heads}.out_proj.{kind}", tensor
+            yield f"{block}{module}.out_proj.{kind}", tensor
         elif layer == "in_proj":
             for head, piece in enumerate(tensor.chunk(heads)):
-                yield f"{block}{form.heads}.proj_head.{head}.{kind}", piece
+                yield f"{block}{module}.proj_head.{head}.{kind}", piece
         else:
             if tensor.dim() == 4:  # (heads, taps, out, in) -> (heads, out, in, taps)
                 tensor = tensor.permute(0, 2, 3, 1)
-            for head in range(heads):
-                place = f"{form.heads}.{form.conv}.{head}" if heads > 1 else alone[layer]
-                # A slice, so that a number for each head gives a view, too.
-                piece = tensor[head : head + 1] if tensor.dim() == 1 else tensor[head]
+            elif tensor.dim() == 1:  # a number for each head, which is (1,) there
+                tensor = tensor[:, None]
+            for head, piece in enumerate(tensor):
+                place = f"{form.heads}.{head}" if heads > 1 else alone[layer]
                 yield f"{block}{place}.{kind}", piece
 
 
-def _with_known_names(source: Mapping[str, Tensor], form: Format) -> dict[str, Tensor]:
+def _with_known_names(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict without the prefix that wrappers put before every key, and with heads under
     the name `mixerhead`.
     """
-    pattern = re.compile(rf"((?:(?:model|module|_orig_mod)\.)*){form.embedding}\.weight")
-    prefixes = {match.group(1) for key in source if (match := pattern.fullmatch(key))}
-    if len(prefixes) != 1:
-        raise UserError(
-            f"these are not the weights of {form.model}: {len(prefixes)} keys are "
-            f"{form.embedding}.weight, with nothing or model. or module. before it; the first keys "
-            f"are {', '.join(sorted(source)[:4])}"
-        )
+    wrappers = re.compile(r"^((model|module|_orig_mod)\.)+")
     heads = re.compile(r"\.conv\.(convs|proj_head|out_proj)\.")
-    names = {key: heads.sub(r".mixerhead.\1.", key.removeprefix(*prefixes)) for key in source}
-    return {names[key]: tensor for key, tensor in source.items()}
+    known = {heads.sub(r".mixerhead.\1.", wrappers.sub("", key)): x for key, x in source.items()}
+    if len(known) < len(source):
+        raise UserError("the weights have keys that differ in model. or module. before them alone")
+    return known
 
 
 def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> MaskedMixerConfig:
     """The sizes of the model, from the tensors of the first block. `_fill` checks the others."""
-    block, convs = f"{form.blocks}.0.", f"{form.blocks}.0.{form.heads}.{form.conv}."
+    embedding, blocks, up_proj = (form.names[ours] for ours in (EMBEDDING, BLOCKS, "mlp.up_proj"))
+    block, convs = f"{blocks}.0.", f"{blocks}.0.{form.heads}."
     heads = len({key.removeprefix(convs).split(".")[0] for key in source if key.startswith(convs)})
     is_expanded = f"{block}conv.0.weight" in source
     conv = f"{convs}0" if heads else f"{block}{'conv.0' if is_expanded else form.alone}"
-    out_proj = f"{block}{form.heads}.out_proj.weight"
+    out_proj = f"{block}{form.heads.partition('.')[0]}.out_proj.weight"
     # Blocks without a gap: one behind it is an unknown key.
-    numbers = {key.split(".")[1] for key in source if key.startswith(f"{form.blocks}.")}
+    numbers = {key.split(".")[1] for key in source if key.startswith(f"{blocks}.")}
     try:
-        vocabulary, hidden = source[f"{form.embedding}.weight"].shape
+        vocabulary, hidden = source[f"{embedding}.weight"].shape
         _, context, *taps = source[f"{conv}.weight"].shape
-        width, _ = source[f"{block}{form.names['mlp.up_proj']}.weight"].shape
+        width, _ = source[f"{block}{up_proj}.weight"].shape
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
@@ -253,8 +243,8 @@ def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> M
         )
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"the weights do not tell the sizes of {form.model} ({first_line(error)}); give its "
-            "whole state dict"
+            f"these are not the weights of {form.model} ({first_line(error)}); the first keys are "
+            f"{', '.join(sorted(source)[:4])}: give its whole state dict"
         ) from None
 
 

@@ -20,9 +20,9 @@ from mixer.checkpoints.checkpoint import (
     optimizer_state,
     read_trainer,
 )
-from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
 from mixer.common.errors import UserError, first_line
 from mixer.common.parsing import NONE, read_json
+from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
@@ -68,39 +68,9 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
 
 def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model in fp32, with the mixing backend of `config`. Raises UserError if it
-    cannot be read or has another configuration.
+    cannot be read, or has another configuration, naming each field that differs.
     """
-    saved = load_model_config(checkpoint)
-    check_same_model(checkpoint, saved, config, "choose another name to start afresh")
-    return pretrained.load_model(checkpoint, config, model_class(config))
-
-
-def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Gives a new model the weights of a checkpoint or an exported model (train.init_from). Raises
-    UserError if that is another model, has another tokenizer, or cannot be read.
-    """
-    try:
-        loaded, own = load_checkpoint(settled(directory), torch.device("cpu"))
-        check_same_model(directory, loaded.config, model.config, "give another checkpoint")
-        if specification(own) != specification(tokenizer):
-            raise UserError(
-                f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer = "
-                f"{directory}, and data.directory to a new folder"
-            )
-    except UserError as error:
-        raise UserError(f"train.init_from: {error}") from None
-    model.load_state_dict(loaded.state_dict())
-
-
-def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """What decides which ids a text becomes."""
-    return json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-
-
-def check_same_model(
-    checkpoint: Path, saved: PreTrainedConfig, config: PreTrainedConfig, otherwise: str
-) -> None:
-    """Raises UserError naming each field in which a checkpoint differs from `config`."""
+    saved = pretrained.load_model_config(checkpoint)
     fields = [name for name in type(config)().to_dict() if name not in FREE]
     if type(saved) is not type(config):
         fields = ["model_type"]
@@ -109,8 +79,29 @@ def check_same_model(
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; set these keys "
             "(model.*; model_type is model.architecture; vocab_size and eos_token_id come from "
-            f"data.*) to the checkpoint's values, or {otherwise}"
+            "data.*) to the checkpoint's values, or choose another name or checkpoint"
         )
+    return pretrained.load_model(checkpoint, config, model_class(config))
+
+
+def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Gives a new model the weights of a checkpoint or an exported model (train.init_from). Raises
+    UserError if that is another model, has another tokenizer, or cannot be read.
+    """
+    directory = pretrained.settled(directory)
+    pretrained.check_checkpoint(directory)
+    loaded = load_model(directory, model.config)
+    if specification(read_tokenizer(str(directory))) != specification(tokenizer):
+        raise UserError(
+            f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer = "
+            f"{directory}, and data.directory to a new folder"
+        )
+    model.load_state_dict(loaded.state_dict())
+
+
+def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """What decides which ids a text becomes."""
+    return json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
 
 
 def resume(

@@ -133,8 +133,8 @@ def with_tensor(name: str, *shape: int):
         (with_tensor("lm_head.weight", 49, 16), r"shape \(49, 16\), expected \(50, 16\)"),
         (with_tensor("mixerblocks.0.conv.weight", 24, 12, 1), r"expected \(12, 12, 1\)"),
         (lambda s: s.pop("mixerblocks.1.conv.bias"), r"1.conv.bias has shape none, expected \(12,"),
-        (lambda s: s.pop("mixerblocks.0.conv.weight"), "do not tell the sizes .*0.conv.weight"),
-        (lambda s: s.pop("wte.weight"), "not the weights of a LanguageMixer: 0 keys are wte.weig"),
+        (lambda s: s.pop("mixerblocks.0.conv.weight"), "not the weights of a .*0.conv.weight"),
+        (lambda s: s.pop("wte.weight"), "not the weights of a LanguageMixer .*wte.weight"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
