@@ -11,7 +11,7 @@ from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, first_line, run_command
 from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
-from mixer.evaluation.scoring import choose_device, extend_to
+from mixer.evaluation.scoring import choose_device, context_of, extend_to
 
 LOWEST_TEMPERATURE = 1e-4  # logits divided by a tiny number would overflow
 
@@ -28,9 +28,6 @@ def continuations(
     for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
-    how = {"do_sample": False}
-    if temperature > 0:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 50}
     device = choose_device("auto", "fp32")
     sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
     lower = "Give fewer prompts at once, or a smaller --new-tokens"
@@ -38,33 +35,33 @@ def continuations(
         loaded = load_checkpoint(settled(checkpoint), device)
         try:
             set_seed(seed)
-            return generate(*loaded, prompts, new_tokens, how)
+            return sample(*loaded, prompts, new_tokens, temperature)
         except ValueError as error:  # of an option
             raise UserError(f"nothing can be generated: {first_line(error)}") from None
 
 
-def generate(
+def sample(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[str],
     new_tokens: int,
-    how: dict,
+    temperature: float,
 ) -> list[str]:
-    """`continuations` of a model; how: further options of its `generate`."""
+    """`continuations` of a model."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padding = {"padding": len(prompts) > 1, "padding_side": "left"}  # one needs no token to pad
     inputs = tokenizer(prompts, return_tensors="pt", **padding).to(model.device)
     ids = inputs.input_ids  # (prompts, tokens)
     check_token(int(ids.max()), model, "a prompt")
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and not extend_to(model, ids.shape[1] + new_tokens):
+    if not extend_to(model, ids.shape[1] + new_tokens):
         raise UserError(
             f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}, and the model's "
-            f"context is {context}: shorten the prompt, or give fewer new tokens"
+            f"context is {context_of(model)}: shorten the prompt, or give fewer new tokens"
         )
     # Whatever generation_config.json says: beams, several texts for a prompt, another output.
-    how |= {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    how = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {}
+    how |= {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
     output = model.generate(ids, attention_mask=inputs.attention_mask, **how)
     return tokenizer.batch_decode(output, skip_special_tokens=True)
 

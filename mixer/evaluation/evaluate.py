@@ -1,6 +1,9 @@
-"""Perplexity of checkpoints on a text, with the conventions beside every number."""
+"""Perplexity of checkpoints on a text: from options to numbers with their conventions, and the
+report of these.
+"""
 
 import hashlib
+import json
 import math
 import time
 from pathlib import Path
@@ -12,18 +15,38 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
-from mixer.common.files import check_writable, directory_for
+from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.common.hardware import memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
 from mixer.data.prepared import PairFile
 from mixer.distributed.world import leave_with_error
 from mixer.evaluation import scoring, texts
-from mixer.evaluation.report import evaluation_report, write_evaluation
 from mixer.evaluation.scoring import Place, TokenScores
 from mixer.evaluation.texts import EvalOptions, Text
+from mixer.reporting.figure import can_draw, plot_loss_by_position
+from mixer.reporting.tables import table, wrapped
 
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
+COLUMNS = {
+    "checkpoint": "label",
+    "tokens scored": "tokens_scored",
+    "loss (nats/token)": "loss",
+    "token ppl": "token_perplexity",
+    "word ppl": "word_perplexity",
+    "byte ppl": "byte_perplexity",
+    "bits/byte": "bits_per_byte",
+    "accuracy": "accuracy",
+    "tokens/s": "tokens_per_second",
+    "peak memory, GB": "peak_memory_gb",
+    "loss to the context": "loss_to_context",
+    "loss past it": "loss_past_context",
+    "pairs": "pairs",
+    "tokens": "tokens",
+    "top1 of 32": "top1_of_32",
+    "top1 of 1024": "top1_of_1024",
+    "top1 of 8192": "top1_of_8192",
+}
 
 
 def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
@@ -86,10 +109,10 @@ def check_options(options: EvalOptions) -> None:
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
     """(window, stride) in tokens."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = scoring.context_of(model)
     window = options.window or context or 0
     stride = options.stride or window
-    if not 0 < stride <= window or (context and not scoring.extend_to(model, window)):
+    if not 0 < stride <= window or not scoring.extend_to(model, window):
         raise UserError(
             f"the context of {options.checkpoint} is {context}, the window {window}, the stride "
             f"{stride}: give --window 1..{context or 'N'}, and --stride 1..window"
@@ -157,15 +180,15 @@ def describe_model(
     directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
-    serialised, text = tokenizer.backend_tokenizer.to_str(), model.config.get_text_config()
+    serialised = tokenizer.backend_tokenizer.to_str()
     return {
         "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
         "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": text.vocab_size,
-        "context": getattr(text, "max_position_embeddings", None),
+        "vocabulary": model.config.get_text_config().vocab_size,
+        "context": scoring.context_of(model),
         "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
     }
 
@@ -192,9 +215,63 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     for unit, size in sizes.items():  # of words, that of an untrained model can exceed fp64
         nats = scores.nats / size
         found[f"{unit}_perplexity"] = math.exp(nats) if nats < 709 else None
-    if context < len(scores.nats_by_position):
-        parts = {"loss_to_context": slice(context), "loss_past_context": slice(context, None)}
-        for name, part in parts.items():
-            if count := scores.count_by_position[part].sum():
-                found[name] = scores.nats_by_position[part].sum() / count
+    parts = {"loss_to_context": slice(context), "loss_past_context": slice(context, None)}
+    for name, part in parts.items() if context < len(scores.nats_by_position) else ():
+        if count := scores.count_by_position[part].sum():
+            found[name] = scores.nats_by_position[part].sum() / count
     return found | scores.by_position
+
+
+# ------------------------------------------------------------------------- the report
+
+
+def evaluation_report(results: list[dict]) -> str:
+    """Markdown: one row a checkpoint, and under the table what it was measured by."""
+    known = {title: key for title, key in COLUMNS.items() if any(key in r for r in results)}
+    rows = table([{title: r.get(key, "-") for title, key in known.items()} for r in results])
+    if "pairs" in results[0]:
+        return rows
+    notes, found = [], [conventions(result) for result in results]
+    for name in found[0]:  # what holds for all results is said once
+        if len({own[name] for own in found}) == 1:
+            notes.append(f"{name}: {found[0][name]}")
+        else:
+            named = zip(results, found, strict=True)
+            notes += [f"{name}, {result['label']}: {own[name]}" for result, own in named]
+    if len({result["tokenizer_sha256"] for result in results}) > 1:
+        note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
+        notes.append(note + "not those per token.")
+    return "\n".join([rows, "", *(wrapped(note, "- ", "  ") for note in notes)])
+
+
+def conventions(r: dict) -> dict[str, str]:
+    """What a reader must know of a result to compare its numbers."""
+    sizes = f"{r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space)"
+    has_bytes = [sizes] if "bits_per_byte" in r else []
+    return {
+        "text": "; ".join(filter(None, [r["text"], *has_bytes, r["tokenizer_loses"]])),
+        "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
+        f"{r['vocabulary']:,}",
+        "streams": f"{r['streams']:,}, first token of each {r['first_token']}",
+        "windows": f"at most {r['window']:,} tokens, stride {r['stride']:,}, "
+        f"the last of a stream {r['last_window']}",
+        "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}",
+    }
+
+
+def write_evaluation(results: list[dict], directory: Path) -> None:
+    """report.json, report.md and loss_by_position.png in `directory`."""
+    curves, contexts = [], set()
+    for r in results if can_draw() and "pairs" not in results[0] else ():
+        # With a stride below the window, only a stream's first window scores the early positions.
+        losses, counts = r["loss_by_position"], r["count_by_position"]
+        known = zip(losses, counts, strict=True)
+        curves.append((r["label"], [x if 10 * n >= max(counts) else None for x, n in known]))
+        contexts |= {r["context"]} if "loss_to_context" in r else set()
+    picture = "\n![Loss by position](loss_by_position.png)\n" if curves else ""
+    text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
+    with whole_directory(directory) as stage:
+        (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        (stage / "report.md").write_text(text, encoding="utf-8")
+        if curves:
+            plot_loss_by_position(curves, stage / "loss_by_position.png", contexts)

@@ -86,9 +86,14 @@ def join_processes(device: torch.device) -> Place:
     return state.device, state.process_index, state.num_processes
 
 
+def context_of(model: PreTrainedModel) -> int | None:
+    """The tokens that a model was made for; None where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def extend_to(model: PreTrainedModel, tokens: int) -> bool:
     """Whether a model reads so many tokens. One with mixing weights by lag does: it is extended."""
-    context = model.config.get_text_config().max_position_embeddings
+    context = context_of(model) or tokens
     by_lag = getattr(model.config, "mixing_weight", None) == "lags"
     if tokens > context and by_lag:
         model.extend_context(tokens)

@@ -24,8 +24,7 @@ from transformers import (
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
-from mixer.evaluation.report import evaluation_report
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, evaluation_report
 from mixer.evaluation.scoring import check_causality
 from mixer.generate import continuations
 

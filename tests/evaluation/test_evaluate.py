@@ -23,8 +23,7 @@ from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.eval import main as evaluate_main
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
-from mixer.evaluation.report import write_evaluation
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, write_evaluation
 from mixer.evaluation.scoring import evaluate_batches, window_batches
 from mixer.evaluation.texts import validation_text
 from mixer.export import export
