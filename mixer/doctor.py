@@ -21,26 +21,40 @@ INSTALL_TORCH = "pip install --force-reinstall torch"  # without force pip keeps
 INSTALL_TORCH_12 = f"{INSTALL_TORCH} --index-url https://download.pytorch.org/whl/cu126"
 INSTALL_DRIVER = "sudo apt-get install -y nvidia-driver-580-server"
 START_CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility ..."
+# What torch says where it sees no GPU, and the command that mends it; the first that fits.
+REMEDIES = {
+    "not compiled with CUDA": INSTALL_TORCH,
+    r"too old \(found version 1[2-9]": INSTALL_TORCH_12,
+    "too old": INSTALL_DRIVER,
+    "no NVIDIA driver": INSTALL_DRIVER,
+    "": "nvidia-smi",  # which says what the driver sees
+}
 
 Problem = tuple[str, str]  # what is wrong, and one command that mends it
 
 
-def blindness(error: str, in_container: bool) -> Problem:
-    """Why torch sees no GPU. error: what torch says when it starts CUDA."""
-    fix = "nvidia-smi"  # which says what the driver sees
-    if "not compiled with CUDA" in error:
-        fix = INSTALL_TORCH
-    elif "no NVIDIA driver" in error:
-        fix = START_CONTAINER if in_container else INSTALL_DRIVER
-    elif found := re.search(r"too old \(found version (\d+)\)", error):
-        fix = INSTALL_TORCH_12 if int(found[1]) >= 12000 else INSTALL_DRIVER
-    return f"torch {torch.__version__} sees no GPU: {' '.join(error.split())}", fix
+def blindness() -> Problem | None:
+    """Why torch sees no GPU, if it sees none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the error says the same
+            torch.cuda.init()
+        return None
+    except (RuntimeError, AssertionError) as error:
+        said = " ".join(str(error).split())
+    fix = next(fix for sign, fix in REMEDIES.items() if re.search(sign, said))
+    is_inside = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+    if is_inside and "no NVIDIA driver" in said:
+        fix = START_CONTAINER
+    return f"torch {torch.__version__} sees no GPU: {said}", fix
 
 
-def gpu_problem(name: str, capability: tuple[int, int], reason: str | None) -> Problem | None:
-    """What keeps a GPU from running the kernels, if anything does. reason: what the kernels' own
-    test says.
-    """
+def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> Problem | None:
+    """What keeps a GPU from running the kernels, if anything does."""
+    try:
+        reason = choice.device_reason(index)
+    except Exception as error:  # whatever a broken GPU makes of it is what we came for
+        reason = str(error)
     if reason is None:
         return None
     arches = torch.cuda.get_arch_list()  # what torch is built for, such as sm_90
@@ -49,44 +63,23 @@ def gpu_problem(name: str, capability: tuple[int, int], reason: str | None) -> P
     if not any((capability[0], 0) <= arch <= capability for arch in built):
         what = f"torch {torch.__version__} is built for {' '.join(arches)}, not for {name}"
         return f"{what} ({dotted(capability)})", INSTALL_TORCH_12
-    commands = re.findall(r"`([^`\n]+)`", reason)  # the builder's advice comes last
-    fix = commands[-1] if commands else "python -m mixer.ops.build"
-    return f"the kernels do not run on {name}: {reason}", fix
-
-
-def start_cuda() -> str:
-    """What torch says when it starts CUDA; empty where it sees a GPU."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the error says the same
-            torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error)
-    return ""
-
-
-def gpu_reason(index: int) -> str | None:
-    try:
-        return choice.device_reason(index)
-    except Exception as error:  # whatever a broken GPU makes of it is what we came for
-        return str(error)
+    # The builder's advice comes last in what it says.
+    commands = ["python -m mixer.ops.build", *re.findall(r"`([^`\n]+)`", reason)]
+    return f"the kernels do not run on {name}: {reason}", commands[-1]
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("mixer.doctor", "Whether the CUDA kernels will work here.")
     parser.parse_args(arguments)
-    problems = []
     print(f"torch: {torch.__version__}")
-    if error := start_cuda():
-        in_container = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
-        problems = [blindness(error, in_container)]
-    for index in range(0 if error else torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        problem = gpu_problem(*gpu, gpu_reason(index))
+    problems = {blindness()} - {None}
+    for index in range(0 if problems else torch.cuda.device_count()):
+        name, about = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        problem = gpu_problem(index, name, about)
         state = "do not run" if problem else "run"
-        print(f"GPU {index}: {gpu[0]}, compute capability {dotted(gpu[1])}; kernels {state}")
-        problems += [problem] if problem and problem not in problems else []
-    for what, fix in problems:
+        print(f"GPU {index}: {name}, compute capability {dotted(about)}; kernels {state}")
+        problems |= {problem} - {None}
+    for what, fix in sorted(problems):
         print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     print(f"\nThe cuda backend {'will not work' if problems else 'works'} here.")
     if problems:

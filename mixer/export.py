@@ -9,7 +9,6 @@ state.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import ModelCardData
@@ -25,12 +24,12 @@ from mixer.reporting.metrics_file import read_metrics
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Settings that may be paths of the training machine, and are left out.
-MAY_BE_PATHS = ["data.path", "data.validation_path", "data.tokenizer", "train.init_from"]
-METRICS = {  # the last values of metrics.jsonl, and what the card calls them
-    "loss": "training loss, nats a token",
-    "validation_loss": "validation loss, nats a token",
-    "validation_bits_per_byte": "validation bits per byte",
-    "validation_tokens": "validation tokens scored",
+MAY_BE_PATHS = {"data.path", "data.validation_path", "data.tokenizer", "train.init_from"}
+METRICS = {  # the last values of metrics.jsonl, by what the card calls them, and their format
+    "training loss, nats a token": ("loss", ".4f"),
+    "validation loss, nats a token": ("validation_loss", ".4f"),
+    "validation bits per byte": ("validation_bits_per_byte", ".4f"),
+    "validation tokens scored": ("validation_tokens", ","),
 }
 TEXT = """\
 ---
@@ -104,26 +103,25 @@ def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, lice
 
 def last_metrics(file: Path, step: int) -> dict[str, str]:
     """The last METRICS up to a step."""
-    found, last = {}, {}
+    last = {}
     for line in read_metrics(file) if file.is_file() else []:
         last |= line if line["step"] <= step else {}
-    for key, text in METRICS.items():
-        if isinstance(last.get(key), (int, float)):
-            found[text] = f"{last[key]:,}" if key.endswith("tokens") else f"{last[key]:.4f}"
-    return found
+    known = {name: item for name, item in METRICS.items() if last.get(item[0]) is not None}
+    return {name: f"{last[key]:{form}}" for name, (key, form) in known.items()}
 
 
-def configuration(trainer: dict[str, Any]) -> str:
+def configuration(trainer: dict) -> str:
     """The settings of the run, and what earlier steps had in place of them."""
-    run = dict(trainer["settings"])
-    for name in MAY_BE_PATHS:
-        section, key = name.split(".")
-        run[section] = {k: value for k, value in run.get(section, {}).items() if k != key}
+    settings = dict(trainer["settings"])
+    for section, own in settings.items():
+        if isinstance(own, dict):
+            kept = {key: own[key] for key in own if f"{section}.{key}" not in MAY_BE_PATHS}
+            settings[section] = kept
     earlier = {
         step: {key: value for key, value in changed.items() if key not in MAY_BE_PATHS}
         for step, changed in trainer.get("earlier", {}).items()
     }
-    text = f"\n## Configuration\n\n```yaml\n{as_yaml(run)}```\n"
+    text = f"\n## Configuration\n\n```yaml\n{as_yaml(settings)}```\n"
     return text + "".join(f"\n{line}.\n" for line in earlier_settings(earlier))
 
 

@@ -24,11 +24,17 @@ NO_NVCC = "the CUDA kernels need nvcc. Install it with `pip install nvidia-cuda-
 
 
 @pytest.mark.parametrize("said, fix", BLIND.items())
-def test_why_torch_sees_no_gpu_is_said_with_the_command_that_mends_it(said, fix):
-    what, command = doctor.blindness(said, in_container=False)
+def test_why_torch_sees_no_gpu_is_said_with_the_command_that_mends_it(monkeypatch, said, fix):
+    def refuse():
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(doctor.os.path, "exists", lambda _: False)
+    what, command = doctor.blindness()
     assert said in what and re.search(fix, command)
-    in_container = doctor.blindness(said, in_container=True)[1]
-    assert in_container.startswith("docker run --gpus all") == ("no NVIDIA driver" in said)
+    monkeypatch.setattr(doctor.os.path, "exists", lambda path: path == "/.dockerenv")
+    is_for_containers = doctor.blindness()[1].startswith("docker run --gpus all")
+    assert is_for_containers == ("no NVIDIA driver" in said)
 
 
 @pytest.mark.parametrize(
