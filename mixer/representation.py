@@ -33,6 +33,7 @@ from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.reporting.tables import table, wrapped
 
 TOKENS = (16, 32, 64, 128)
+TEXTS = 8  # windows for each length
 READ = {"all": slice(None), "last": slice(-1, None)}  # the tokens whose outputs are compared
 LR = 0.02  # of the first step
 
@@ -45,7 +46,6 @@ def main(arguments=None) -> None:
     add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest counts")
     add("--layers", nargs="+", **number, help="blocks from 1 on; 0: the embedding (default: all)")
     add("--tokens", nargs="+", **number, help=f"lengths (default: those of {TOKENS} that fit)")
-    add("--texts", default=8, **number, help="windows for each length (8)")
     add("--steps", default=500, **number, help="of gradient descent (500)")
     add("--device", default="auto", choices=DEVICES)
     add("--output", metavar="DIR", help="default: CHECKPOINT/../representation-<checkpoint>")
@@ -75,7 +75,6 @@ def representation(options: argparse.Namespace) -> dict:
     longest = min(context, len(stream))
     lengths = options.tokens or [n for n in TOKENS if n <= longest] or [longest]
     for name, values, least, most in (
-        ("texts", [options.texts], 1, 10**6),
         ("steps", [options.steps], 1, 10**9),
         ("layers", layers, 0, count),
         ("tokens", lengths, 1, longest),
@@ -84,7 +83,7 @@ def representation(options: argparse.Namespace) -> dict:
             raise UserError(f"--{name} is {wrong[0]}; allowed here: {least} to {most}")
     windows = []  # of each length (texts, length), their beginnings spread evenly over the stream
     for length in lengths:
-        starts = np.linspace(0, len(stream) - length, options.texts).astype(int)
+        starts = np.linspace(0, len(stream) - length, TEXTS).astype(int)
         cut = np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
         windows.append(torch.from_numpy(cut).to(model.device))
     rows = []
@@ -102,7 +101,7 @@ def representation(options: argparse.Namespace) -> dict:
                     score = hamming_score(guess, tokens, inverse)
                     found = {"tokens": tokens.shape[1], "hamming": score, "distance_left": left}
                     rows.append(about | found)
-    about = {"text": text.name, "texts": options.texts, "steps": options.steps, "rows": rows}
+    about = {"text": text.name, "texts": TEXTS, "steps": options.steps, "rows": rows}
     return evaluate.describe_model(directory, model, tokenizer) | about
 
 

@@ -107,19 +107,15 @@ def weight_types(directory: Path) -> dict[str, str]:
 
 
 def load_checkpoint(
-    directory: Path, device: torch.device, backend: str = ""
+    directory: Path, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
-    backend: the mixing backend of a masked mixer; empty: what the checkpoint says. Raises UserError
-    if the directory is incomplete or damaged, if transformers does not know the model as a causal
-    language model, and if the tokenizer is another model's.
+    Raises UserError if the directory is incomplete or damaged, if transformers does not know the
+    model as a causal language model, and if the tokenizer is another model's.
     """
     check_checkpoint(directory)
-    config = load_model_config(directory)
-    if backend and isinstance(config, MaskedMixerConfig):
-        config.mixing_backend = backend
-    tokenizer = read_tokenizer(str(directory))
+    config, tokenizer = load_model_config(directory), read_tokenizer(str(directory))
     vocab_size = config.get_text_config().vocab_size
     if vocab_size > vocabulary_size(tokenizer):  # ids beyond the model's are refused in texts
         check_vocabulary(tokenizer, vocab_size, f"the tokenizer in {directory}")

@@ -93,18 +93,14 @@ def check_options(options: EvalOptions) -> None:
     check_checkpoint(directory)
     if options.text or options.hub or options.pairs:
         return
-    source, give = options.source, "--data DIR, --text FILE... or --hub NAME"
+    source, give = options.source, "give --data DIR, --text FILE... or --hub NAME"
     if isinstance(source, DataConfig):
         if options.first_token != "skip" or options.max_tokens:
-            raise UserError(
-                f"{directory} was trained on a task, of which all answers are scored: leave out "
-                f"--first-token and --max-tokens, or give {give}"
-            )
+            problem = "a task, of which all answers are scored: leave out --first-token and "
+            raise UserError(f"{directory} was trained on {problem}--max-tokens, or {give}")
     elif not source or not Path(source).is_dir():
-        raise UserError(
-            f"{directory} was trained on {source or 'data that it does not name'}, which is not "
-            f"in {Path.cwd()}: give {give}"
-        )
+        known = f"{source or 'data that it does not name'}, which is not in {Path.cwd()}"
+        raise UserError(f"{directory} was trained on {known}: {give}")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
@@ -136,7 +132,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 
 def _evaluate(options: EvalOptions, place: Place) -> dict:
     directory, (device, _, processes) = Path(options.checkpoint), place
-    model, tokenizer = load_checkpoint(directory, device, options.backend)
+    model, tokenizer = load_checkpoint(directory, device)
     found = describe_model(directory, model, tokenizer)  # before a window extends its context
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
@@ -206,7 +202,10 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
         "accuracy": float(scores.right_by_position.sum()) / scores.tokens,
-        "loss": scores.loss,
+        "loss": scores.nats / scores.tokens,
+        "loss_by_position": scores.by_position(scores.nats_by_position),
+        "accuracy_by_position": scores.by_position(scores.right_by_position),
+        "count_by_position": scores.count_by_position.tolist(),
     }
     sizes = {"token": scores.tokens}
     if not text.task:
@@ -219,7 +218,7 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     for name, part in parts.items() if context < len(scores.nats_by_position) else ():
         if count := scores.count_by_position[part].sum():
             found[name] = scores.nats_by_position[part].sum() / count
-    return found | scores.by_position
+    return found
 
 
 # ------------------------------------------------------------------------- the report

@@ -37,13 +37,13 @@ ALONE = (torch.device("cpu"), 0, 1)
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Sums over the scored tokens. Position p of a window is that of the target which is predicted
-    from p + 1 tokens.
+    """Sums over the scored tokens, each (context,). Position p of a window is that of the target
+    which is predicted from p + 1 tokens.
     """
 
-    nats_by_position: np.ndarray  # (context,) float64
-    count_by_position: np.ndarray  # (context,) int64
-    right_by_position: np.ndarray  # (context,) int64: targets that are the likeliest token
+    nats_by_position: np.ndarray  # float64
+    count_by_position: np.ndarray  # int64
+    right_by_position: np.ndarray  # int64: targets that are the likeliest token
 
     @property
     def nats(self) -> float:
@@ -53,19 +53,10 @@ class TokenScores:
     def tokens(self) -> int:
         return int(self.count_by_position.sum())
 
-    @property
-    def loss(self) -> float:
-        """Mean nats per scored token."""
-        return self.nats / self.tokens
-
-    @property
-    def by_position(self) -> dict[str, list]:
-        """The loss, accuracy and number of targets by position; None where no target was scored."""
-        counts, found = self.count_by_position.tolist(), {}
-        for name, sums in (("loss", self.nats_by_position), ("accuracy", self.right_by_position)):
-            each = zip(sums.tolist(), counts, strict=True)
-            found[f"{name}_by_position"] = [n / count if count else None for n, count in each]
-        return found | {"count_by_position": counts}
+    def by_position(self, sums: np.ndarray) -> list[float | None]:
+        """Means of one of the sums; None where no target was scored."""
+        each = zip(sums.tolist(), self.count_by_position.tolist(), strict=True)
+        return [total / count if count else None for total, count in each]
 
 
 def choose_device(name: str, dtype: str) -> torch.device:

@@ -29,7 +29,7 @@ from mixer.checkpoints.pretrained import load_masked_mixer
 from mixer.common.errors import UserError, run_command
 
 LINES = [{"step": step, "loss": 5 - step / 9, "lr": 1e-3} for step in range(1, 20)]
-REPRESENTATION = "--tokens 4 --texts 1 --steps 1 --layers 0".split()
+REPRESENTATION = "--tokens 4 --steps 1 --layers 0".split()
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def run(checkpoint: Path, output: Path, options: str) -> None:
 def test_the_command_finds_a_text_in_all_outputs_and_its_last_token_alone_in_the_last(
     finished, tmp_path
 ):
-    how = "--layers 0 2 --tokens 12 --texts 8 --steps 300"
+    how = "--layers 0 2 --tokens 12 --steps 300"
     run(finished / "step-12", tmp_path / "pages", how)
     rows = json.loads((tmp_path / "pages/representation.json").read_text())["rows"]
     assert {(row["weights"], row["layer"]) for row in rows} == {
@@ -108,7 +108,7 @@ def test_what_the_checkpoint_does_not_have_is_refused_saying_what_it_has(finishe
     for given, allowed in (
         ("--layers 3", "--layers is 3; allowed here: 0 to 2"),
         ("--tokens 33", "--tokens is 33; allowed here: 1 to 32"),
-        ("--texts 0", "--texts is 0; allowed here: 1 to"),
+        ("--steps 0", "--steps is 0; allowed here: 1 to"),
     ):
         with pytest.raises(UserError, match=allowed):
             run(finished / "step-12", tmp_path, given)

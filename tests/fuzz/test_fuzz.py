@@ -45,7 +45,7 @@ COMMANDS = {
     f"convert {LAST} --back --output out.safetensors": OF_LAST,
     f"export {LAST} --output out --license mit": TRAINED,
     f"inspect --checkpoint {LAST} --output out": OF_LAST,
-    f"representation --checkpoint {LAST} --text text/a.jsonl --tokens 4 --texts 1 --steps 2 "
+    f"representation --checkpoint {LAST} --text text/a.jsonl --tokens 4 --steps 2 "
     "--output out": f"{OF_LAST} text/*",
     "report runs/small --output out.png": "runs/small/*",
 }
