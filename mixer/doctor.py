@@ -14,7 +14,7 @@ import torch
 from mixer.common.errors import command_parser, run_command
 from mixer.ops import choice
 from mixer.ops.build import dotted
-from mixer.reporting.tables import wrapped
+from mixer.reporting.text import wrapped
 
 # CUDA 12.6 is the last whose torch has V100, and driver 580 the last that knows a V100.
 INSTALL_TORCH = "pip install --force-reinstall torch"  # without force pip keeps what is there

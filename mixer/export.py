@@ -20,7 +20,7 @@ from mixer.common.files import check_new
 from mixer.common.parsing import as_yaml
 from mixer.data.tokenizer import read_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.reporting.metrics_file import read_metrics
+from mixer.reporting.text import read_metrics
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Settings that may be paths of the training machine, and are left out.

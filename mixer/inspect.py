@@ -18,7 +18,7 @@ from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.reporting.figure import curves, log_means, new_figure, plain_number
-from mixer.reporting.tables import table, wrapped
+from mixer.reporting.text import table, wrapped
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
 Matrices = dict[str, np.ndarray]  # of a layer, by name

@@ -30,7 +30,7 @@ from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.evaluation import evaluate, texts
 from mixer.evaluation.scoring import DEVICES, choose_device
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
-from mixer.reporting.tables import table, wrapped
+from mixer.reporting.text import table, wrapped
 
 TOKENS = (16, 32, 64, 128)
 TEXTS = 8  # windows for each length

@@ -5,8 +5,9 @@ from pathlib import Path
 from statistics import mean
 
 from mixer.common.files import write_text
-from mixer.reporting import tables
 from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis
+from mixer.reporting.text import table as markdown_table
+from mixer.reporting.text import wrapped
 
 # The columns of a run's numbers: the key, what to divide by, and the format.
 COLUMNS = {
@@ -64,7 +65,7 @@ def table(result: dict) -> str:
         f"Measured on {device}, torch {torch}; commit {commit}; `{result['command']}`. "
         "The options of each run are in the JSON file."
     )
-    return "\n\n".join([*parts, *map(tables.wrapped, (NOTES, origin))]) + "\n"
+    return "\n\n".join([*parts, *map(wrapped, (NOTES, origin))]) + "\n"
 
 
 def parts_of_runs(result: dict) -> list[str]:
@@ -96,7 +97,7 @@ def parts_of_kinds(result: dict) -> list[str]:
     tried.sort(key=lambda row: row["model"])
     parts = ["# Models of several sizes for equal times", *section("## Losses", ends, keys=3)]
     parts += section("## Seeds", seed_rows(runs))
-    return [*parts, *section("## Learning rates", tried), tables.wrapped(NOTES_OF_KINDS)]
+    return [*parts, *section("## Learning rates", tried), wrapped(NOTES_OF_KINDS)]
 
 
 def cells(row: dict) -> dict[str, str]:
@@ -112,7 +113,7 @@ def section(title: str, rows: list[dict], keys: int = 1) -> list[str]:
     """A table under its title, without empty columns; nothing if it has no rows."""
     titles = [name for name in (rows[0] if rows else {}) if any(row[name] for row in rows)]
     filled = [{name: row[name] for name in titles} for row in rows]
-    return [title, tables.table(filled, keys)] if rows else []
+    return [title, markdown_table(filled, keys)] if rows else []
 
 
 def seed_rows(runs: dict) -> list[dict]:

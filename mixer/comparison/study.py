@@ -23,7 +23,7 @@ from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
 from mixer.data.prepare import open_data
 from mixer.data.prepared import Manifest
-from mixer.reporting.metrics_file import read_metrics
+from mixer.reporting.text import read_metrics
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.objective import useful_flops

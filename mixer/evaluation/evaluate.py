@@ -25,7 +25,7 @@ from mixer.evaluation import scoring, texts
 from mixer.evaluation.scoring import Place, TokenScores
 from mixer.evaluation.texts import EvalOptions, Text
 from mixer.reporting.figure import can_draw, plot_loss_by_position
-from mixer.reporting.tables import table, wrapped
+from mixer.reporting.text import table, wrapped
 
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
 COLUMNS = {

@@ -1,6 +1,5 @@
 """What pictures and reports share:
 
-metrics_file    reads metrics.jsonl
-figure          the style of pictures, and the curve of the loss by position
-tables          Markdown
+text      reads metrics.jsonl, writes Markdown
+figure    the style of pictures, and the curve of the loss by position
 """

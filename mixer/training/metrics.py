@@ -19,7 +19,7 @@ from mixer.common.errors import Say
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.distributed.world import World
-from mixer.reporting.metrics_file import readable_lines
+from mixer.reporting.text import readable_lines
 from mixer.training.config import RunConfig
 
 

@@ -14,8 +14,7 @@ from mixer import doctor, eval, inspect, report, train
 from mixer.common.errors import UserError
 from mixer.report import compare_runs, plot_training, smooth
 from mixer.reporting.figure import plot_loss_by_position
-from mixer.reporting.metrics_file import read_metrics
-from mixer.reporting.tables import WIDTH
+from mixer.reporting.text import WIDTH, read_metrics
 
 STEPS = list(range(1, 41))
 

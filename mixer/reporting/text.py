@@ -1,0 +1,92 @@
+"""The text that reports read, the lines of metrics.jsonl, and that they write: Markdown, at most
+WIDTH columns wide, so that no terminal breaks a line.
+"""
+
+import json
+import math
+import textwrap
+from pathlib import Path
+
+from mixer.common.errors import Say, UserError, say_on_stderr
+
+WIDTH = 100
+
+
+def read_metrics(path: str | Path, say: Say = say_on_stderr) -> list[dict]:
+    """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`."""
+    path = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
+    lines = [line for _, line in readable_lines(path, say)] if path.is_file() else []
+    if not lines:
+        raise UserError(f"{path} has no line that can be read: give a run that has logged a step")
+    return lines
+
+
+def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
+    """(text, content) of each line that is an object with an integer "step" and finite numbers.
+    `say` tells of others, but not of one at the end, which is being written or was cut short.
+    """
+    texts = path.read_bytes().split(b"\n")
+    pairs = [(text, _content(text)) for text in texts]
+    if damaged := sum(bool(text.strip()) and line is None for text, line in pairs[:-1]):
+        kind = 'no JSON object with an integer "step" and finite numbers'
+        say(f"{path}: left out {damaged} line(s), {kind}")
+    return [(text.decode(), line) for text, line in pairs if line is not None]
+
+
+def _content(text: bytes) -> dict | None:
+    """What a line holds, None if it is damaged."""
+    try:
+        line = json.loads(text.decode())
+        numbers = all(value is None or math.isfinite(value) for value in line.values())
+        return line if numbers and type(line["step"]) is int else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of `key`, by step; the later line holds where a step was logged twice."""
+    values = {line["step"]: float(line[key]) for line in lines if line.get(key) is not None}
+    return sorted(values), [values[step] for step in sorted(values)]
+
+
+def table(rows: list[dict], keys: int = 1) -> str:
+    """A Markdown table of rows that map the columns' titles to text or numbers.
+
+    The titles are those of the first row. The first `keys` columns name a row. Columns that do not
+    fit into WIDTH go into further tables, which begin with the columns that name the rows.
+    """
+    columns = []
+    for title in rows[0]:
+        cells = [title, *(format_number(row[title]) for row in rows)]
+        width, pad, end = max(3, *map(len, cells)), str.rjust, ":"
+        if not columns:
+            pad, end = str.ljust, "-"
+        title, *cells = (pad(cell, width) for cell in cells)
+        columns.append([title, "-" * (width - 1) + end, *cells])
+    parts = [columns[:keys]]
+    for column in columns[keys:]:
+        if len(parts[-1]) > keys and sum(len(c[0]) + 3 for c in [*parts[-1], column]) >= WIDTH:
+            parts.append(columns[:keys])
+        parts[-1].append(column)
+    lines = ([f"| {' | '.join(line)} |" for line in zip(*part, strict=True)] for part in parts)
+    return "\n\n".join(map("\n".join, lines))
+
+
+def wrapped(text: str, first: str = "", others: str = "") -> str:
+    """Text in lines of at most WIDTH columns, which begin with `first` and `others`."""
+    how = {"break_long_words": False, "break_on_hyphens": False}
+    how |= {"initial_indent": first, "subsequent_indent": others}
+    return textwrap.fill(text, WIDTH - 10, **how)  # room for an indent
+
+
+def format_number(value: str | float | None) -> str:
+    """A table's cell: text as it is, small numbers as 1e-07, large ones whole, others with four
+    decimals; None stands for a perplexity too large for fp64.
+    """
+    if value is None:
+        return "over 1e308"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or abs(value) >= 1e3:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
+    return f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.1g}"
