@@ -3,8 +3,6 @@
 python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 """
 
-import math
-
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
@@ -13,18 +11,15 @@ from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
 from mixer.evaluation.scoring import choose_device, context_of, extend_to
 
-LOWEST_TEMPERATURE = 1e-4  # logits divided by a tiny number would overflow
+GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
 
 
 def continuations(
     checkpoint: str, prompts: list[str], new_tokens: int, temperature: float, seed: int
 ) -> list[str]:
-    """Each prompt and its continuation, all in one batch, sampled from the 50 likeliest tokens;
-    temperature 0 is greedy. Raises UserError for whatever cannot be used, and too little memory.
+    """Each prompt and its continuation, all in one batch, sampled from the 50 likeliest tokens, or
+    greedy at temperature 0. Raises UserError for whatever cannot be used, and too little memory.
     """
-    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature < math.inf):
-        allowed = f"0 (the likeliest token each time), or {LOWEST_TEMPERATURE} or more"
-        raise UserError(f"--temperature is {temperature:g}; allowed: {allowed}")
     for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
@@ -60,8 +55,9 @@ def sample(
         )
     # Whatever generation_config.json says: beams, several texts for a prompt, another output.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    how = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {}
-    how |= {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    how = {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    if not 0 <= temperature < GREEDY_BELOW:
+        how |= {"do_sample": True, "temperature": temperature, "top_k": 50}
     output = model.generate(ids, attention_mask=inputs.attention_mask, **how)
     return tokenizer.batch_decode(output, skip_special_tokens=True)
 

@@ -38,12 +38,14 @@ def main(arguments=None) -> None:
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
     layers = mixing_matrices(load_masked_mixer(options.checkpoint))
-    name = options.checkpoint.resolve().name
     with whole_directory(output) as stage:
-        for number, matrices in enumerate(layers):
-            plot_layer(matrices, f"{name}, layer {number}", stage / f"layer-{number:02d}.png")
+        names = [f"layer-{number:02d}.png" for number in range(len(layers))]
+        for matrices, name in zip(layers, names, strict=True):
+            plot_layer(matrices, stage / name)
         plot_by_lag(layers, stage / "by_lag.png")
-        (stage / "index.md").write_text(index(options.checkpoint, layers), encoding="utf-8")
+        pictures = "".join(f"\n![{name}]({name})\n" for name in ["by_lag.png", *names])
+        parts = [f"# Mixing matrices of {options.checkpoint}", measures(layers), wrapped(NOTES)]
+        (stage / "index.md").write_text("\n\n".join(parts) + "\n" + pictures, encoding="utf-8")
     print(output / "index.md")
 
 
@@ -65,19 +67,14 @@ def mixing_matrices(model: PreTrainedModel) -> list[Matrices]:
     return layers
 
 
-def weight_by_lag(matrix: np.ndarray) -> np.ndarray:
-    """Mean |W| of each diagonal, (context,): index 0 is the token itself."""
-    return np.array([np.abs(np.diagonal(matrix, -lag)).mean() for lag in range(len(matrix))])
-
-
 def effective_context(matrix: np.ndarray) -> int:
-    """How many of the most recent tokens, with itself, hold 90 % of the last row's |W|."""
+    """How many of the most recent tokens, with itself, hold SHARE of the last row's |W|."""
     reached = np.cumsum(np.abs(matrix[-1, ::-1]))
     return 1 + int((reached < SHARE * reached[-1]).sum())
 
 
-def index(checkpoint: Path, layers: list[Matrices]) -> str:
-    """The text of index.md: a table of all matrices, then the pictures."""
+def measures(layers: list[Matrices]) -> str:
+    """A table of all matrices."""
     rows = []
     for number, matrices in enumerate(layers):
         for name, matrix in matrices.items():
@@ -87,12 +84,10 @@ def index(checkpoint: Path, layers: list[Matrices]) -> str:
             row["share at lag 0"] = float(np.trace(size) / (size.sum() or 1.0))
             row["effective context, last row"] = effective_context(matrix)
             rows.append(row)
-    pictures = ["by_lag.png", *(f"layer-{number:02d}.png" for number in range(len(layers)))]
-    parts = [f"# Mixing matrices of {checkpoint}", table(rows, keys=2), wrapped(NOTES)]
-    return "\n\n".join([*parts, *(f"![{name}]({name})" for name in pictures)]) + "\n"
+    return table(rows, keys=2)
 
 
-def plot_layer(matrices: Matrices, title: str, output: Path) -> None:
+def plot_layer(matrices: Matrices, output: Path) -> None:
     """A heat map of each matrix, whose colours end at the 99th percentile of |W|: a strong diagonal
     would hide the rest.
     """
@@ -100,13 +95,12 @@ def plot_layer(matrices: Matrices, title: str, output: Path) -> None:
     rows, side = math.ceil(len(matrices) / columns), 6.4 if len(matrices) == 1 else 4.2
     figure = new_figure(figsize=(side * columns, side * rows * 0.88))
     for number, (name, matrix) in enumerate(matrices.items(), 1):
-        axes = figure.add_subplot(rows, columns, number)
+        axes = figure.add_subplot(rows, columns, number, facecolor="#eeeeee")
         lower = np.tri(len(matrix), dtype=bool)
         limit = float(np.quantile(np.abs(matrix[lower]), 0.99)) or 1.0
         image = axes.imshow(np.where(lower, matrix, np.nan), cmap="RdBu_r", vmin=-limit, vmax=limit)
-        axes.set_facecolor("#eeeeee")
         axes.grid(False)
-        axes.set(title=f"{title}: {name}", xlabel="input token", ylabel="output token")
+        axes.set(title=f"{output.stem}: {name}", xlabel="input token", ylabel="output token")
         figure.colorbar(image, ax=axes, extend="both", shrink=0.8)
     figure.savefig(output)
 
@@ -118,8 +112,9 @@ def plot_by_lag(layers: list[Matrices], output: Path) -> None:
     with curves(output, "|W| by lag", "lag (tokens back)", "mean |W|") as axes:
         for number, matrices in enumerate(layers):
             colour = colormaps["viridis"](0.9 * number / max(len(layers) - 1, 1))
-            curve = np.mean([weight_by_lag(matrix) for matrix in matrices.values()], axis=0)
-            lags = np.arange(len(curve))
+            size = np.abs(list(matrices.values())).mean(0)  # (context, context)
+            lags = np.arange(len(size))
+            curve = np.array([np.diagonal(size, -lag).mean() for lag in lags])
             axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
             style = {"color": colour, "marker": "o", "markersize": 3, "label": f"layer {number}"}
             axes.plot(*log_means(lags, curve), **style)

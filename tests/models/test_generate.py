@@ -215,13 +215,15 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
 
     alone = [write("def read(self"), write("def")]
     assert alone[0].startswith("def read(self") and alone[1] == greedy
+    assert continuations(str(tmp_path), ["def"], 4, 1e-300, 0) == [greedy]
     assert write("def read(self", "def") == "\n\n".join(alone)
     with pytest.raises(UserError, match="a prompt is ''; allowed"):
         write("def", "")
     with pytest.raises(UserError, match="the model's context is 64: shorten the prompt"):
         write("def read(self, size): " * 20)
     for prompt, temperature, seed, words in (
-        ("def", 1e-300, 0, "--temperature is 1e-300; allowed: 0 "),  # too small a divisor
+        ("def", -1.0, 0, "nothing can be generated: .*temperature"),
+        ("def", float("nan"), 0, "nothing can be generated: .*temperature"),
         ("a\udcff", 0.0, 0, r"a prompt is 'a\\udcff'; allowed: a token"),
         ("def", 0.0, -1, "nothing can be generated: .*[Ss]eed"),
     ):
