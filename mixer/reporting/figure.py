@@ -17,11 +17,8 @@ GREY = "#777777"
 LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
 STYLE = {
     "figure.constrained_layout.use": True,
-    "figure.constrained_layout.h_pad": 0.1,
-    "figure.constrained_layout.w_pad": 0.1,
     "font.size": 11,
     "text.parse_math": False,  # names of runs may have a $
-    "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.spines.top": False,
@@ -42,13 +39,10 @@ def can_draw() -> bool:
 def new_figure(**settings):
     """A figure in our style, which needs no display and none of pyplot's global state."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
-    figure = Figure(**settings)
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(**settings)
 
 
 @contextmanager
