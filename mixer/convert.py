@@ -1,14 +1,12 @@
-"""Checkpoints converted: from and to the reference implementation of masked mixers, with its
-logits, and between the two forms of a mixing weight.
+"""Checkpoints converted, with the same logits: from and to the reference implementation of masked
+mixers, and to full mixing weights.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
-    python -m mixer.convert DIR --output DIR --mixing-weight lags
+    python -m mixer.convert DIR --output DIR --mixing-weight full
 
 The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
-second writes such weights. The third gives each mixing weight one number for each distance of
-tokens, the mean of its diagonal, and says how far the weights were from having one. `full` is the
-way back, which changes nothing.
+second writes such weights. The third is for mixing weights by lag and recurrent ones.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
 the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
@@ -18,7 +16,6 @@ it needs --mixing. See mixer/checkpoints/reference_format.py.
 import sys
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from mixer.checkpoints.pretrained import (
@@ -71,28 +68,18 @@ def convert_back(source: Path, output: Path) -> None:
     print(f"wrote {output}")
 
 
-@torch.no_grad()
-def convert_mixing(source: Path, output: Path, form: str) -> None:
-    """Writes the model and tokenizer of a checkpoint with mixing weights of another form, full or
-    lags.
-    """
+def convert_to_full(source: Path, output: Path) -> None:
+    """Writes the model and tokenizer of a checkpoint with full mixing weights."""
     check_new(output)
     model = load_masked_mixer(source)
-    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
-    if model.config.mixer_key_size:
-        about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
-    other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
-    other.load_state_dict(model.state_dict(), strict=False)  # mixing weights have other names
-    changes = []
-    for conv, taken in zip(model.modules(), other.modules(), strict=True):
+    about = model.config.to_dict() | {"mixing_weight": "full", "mixing_decay": False}
+    full = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
+    full.load_state_dict(model.state_dict(), strict=False)  # other mixing weights have other names
+    for conv, taken in zip(model.modules(), full.modules(), strict=True):
         if isinstance(conv, TriangularConv):
-            weight = conv.mixing_weight().tril()
-            taken.set_mixing_weight(weight)
-            change = taken.mixing_weight().tril() - weight
-            changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
+            taken.set_mixing_weight(conv.mixing_weight())
     has_tokenizer = (source / "tokenizer_config.json").exists()
-    write_new(output, other, read_tokenizer(str(source)) if has_tokenizer else None, source)
-    print(f"mixing weights changed by up to {max(changes, default=0.0):.2%} of their norm")
+    write_new(output, full, read_tokenizer(str(source)) if has_tokenizer else None, source)
 
 
 def main() -> None:
@@ -104,12 +91,12 @@ def main() -> None:
     one.add_argument("--tokenizer", metavar="NAME", help=how)
     how = "from a checkpoint here to the reference's weights"
     one.add_argument("--back", action="store_true", help=how)
-    how = "from a checkpoint here to one with mixing weights of this form"
-    one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
+    how = "from a checkpoint here to one with full mixing weights"
+    one.add_argument("--mixing-weight", choices=["full"], help=how)
     add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
     if options.mixing_weight:
-        convert_mixing(options.source, options.output, options.mixing_weight)
+        convert_to_full(options.source, options.output)
     elif options.back:
         convert_back(options.source, options.output)
     else:

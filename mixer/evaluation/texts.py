@@ -97,13 +97,13 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         text.streams = [np.concatenate((first, tokens)) for tokens in text.streams]
     if all(len(tokens) < 2 for tokens in text.streams):
         raise UserError(f"{text.name} is shorter than 2 tokens: give a longer text")
-    kept, left = [], options.max_tokens
+    most, kept, count = options.max_tokens, [], 0
     for tokens in text.streams:
-        if left > 0:
-            kept.append(tokens[: left + 1])
-            left -= len(kept[-1]) - 1
-    if options.max_tokens and sum(map(len, kept)) < sum(map(len, text.streams)):
-        return shortened(text, kept, f"first {options.max_tokens} tokens", tokenizer)
+        if count < most:
+            kept.append(tokens[: most - count + 1])
+            count += len(kept[-1]) - 1
+    if 0 < most < sum(len(tokens) - 1 for tokens in text.streams):
+        return shortened(text, kept, f"first {most} tokens", tokenizer)
     return text
 
 
