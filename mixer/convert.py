@@ -37,10 +37,7 @@ from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 def convert(
     source: Path, output: Path, tokenizer_name: str | None, mixing: str | None = None
 ) -> None:
-    """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name).
-
-    mixing: the mixing_weight of a recurrent mixer.
-    """
+    """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name)."""
     check_new(output)
     model = from_reference(read_weights(source), mixing)
     check_finite(source, model)

@@ -73,10 +73,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
 
 
 def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
-    """The card as Markdown. What is not known of the checkpoint or its run is left out.
-
-    Raises UserError where the run's files are damaged.
-    """
+    """The card as Markdown. What is not known of the checkpoint or its run is left out."""
     trainer, config = read_trainer(checkpoint), model.config
     kind = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     header = ModelCardData(license=license, tags=["masked-mixer", "custom_code"], **kind)

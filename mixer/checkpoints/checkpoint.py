@@ -179,8 +179,6 @@ class CheckpointWriter:
         """Starts to write the checkpoint of step trainer["step"]. All processes must call this
         together. Raises NotFinite, and writes nothing, if any weight or optimizer state is NaN or
         infinite.
-
-        trainer: the content of trainer.json without its format.
         """
         self.wait()  # until the last checkpoint is written
         held = saved_weights(self.model) | optimizer_state(self.model, optimizer)

@@ -135,10 +135,9 @@ def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
 
 def load_model_config(directory: Path) -> PreTrainedConfig:
     """Raises UserError for a config.json that the installed transformers cannot use."""
+    how = {"trust_remote_code": False, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(
-            str(directory), trust_remote_code=False, local_files_only=True
-        )
+        config = AutoConfig.from_pretrained(str(directory), **how)
     except Exception as error:  # transformers and the hub client each raise their own kinds
         problem = f"has a config.json that cannot be used ({first_line(error)}); allowed: of a "
         problem += "masked mixer, or of a causal language model of the installed transformers"
@@ -157,10 +156,9 @@ def load_model(
     """
     disable_progress_bar()
     how = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
+    how |= {"config": config, "dtype": torch.float32}
     try:
-        model, loading = kind.from_pretrained(
-            str(directory), config=config, dtype=torch.float32, **how
-        )
+        model, loading = kind.from_pretrained(str(directory), **how)
     except Exception as error:  # transformers and a model's own code each raise their own kinds
         if is_out_of_memory(error):
             raise

@@ -112,9 +112,7 @@ def resume(
     world: World,
 ) -> None:
     """Loads all state besides the model: the optimizer's and the loss scale. Steps draw no random
-    numbers, and the order of the data has no state.
-
-    trainer: from `load_trainer`. The model has been wrapped: under FSDP its parameters are shards.
+    numbers, and the order of the data has no state. Under FSDP the parameters are shards already.
     """
     begin_state(optimizer)
     try:
