@@ -55,18 +55,16 @@ def options_of(overrides: list[str]) -> dict:
 
 def plan_of(options: argparse.Namespace, given: dict) -> dict:
     """The plan of what the command line asks for; see mixer.comparison.plan."""
-    seconds = options.seconds
-    if options.seeds < 1 or not (seconds is None or 0 < seconds < float("inf")):
-        said = f"--seeds is {options.seeds}, --seconds is {seconds}"
-        raise UserError(f"{said}; allowed: 1 or more seeds, finite seconds above 0")
-    models = {name: entrant(name) for name in options.backends}
-    if not models:
-        raise UserError("nothing to compare; give --backends")
+    names, seeds, seconds = options.backends, options.seeds, options.seconds
+    if not names or seeds < 1 or not (seconds is None or 0 < seconds < float("inf")):
+        said = f"--backends {' '.join(names)} --seeds {seeds} --seconds {seconds}"
+        raise UserError(f"{said}; allowed: 1 or more of each, and finite seconds above 0")
+    models = {name: entrant(name) for name in names}
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}
     common |= dict(flatten(read_yaml(options.config))) | given
     common = {key: value for key, value in common.items() if key not in ("name", "output_dir")}
-    plan = {"common": common, "seeds": [run.seed + n for n in range(1, options.seeds)]}
+    plan = {"common": common, "seeds": [run.seed + n for n in range(1, seeds)]}
     if not seconds:
         return plan | {"reference": next(iter(models)), "runs": models}
     return plan | {"seconds": seconds, "kinds": {name: {"": own} for name, own in models.items()}}

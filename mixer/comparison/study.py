@@ -142,8 +142,6 @@ def report_run(connection: Connection, run: Run, folder: Path) -> None:
     with open(folder / f"{name}.txt", "a") as log, redirect_stdout(log):
         try:
             connection.send(train_run(run, name, folder))
-        except UserError as error:
-            connection.send(str(error))
         except Exception as error:
             traceback.print_exc(file=log)
             connection.send(f"{first_line(error)}; more in {log.name}")

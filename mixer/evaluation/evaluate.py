@@ -221,41 +221,39 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     return found
 
 
-# ------------------------------------------------------------------------- the report
-
-
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
     known = {title: key for title, key in COLUMNS.items() if any(key in r for r in results)}
     rows = table([{title: r.get(key, "-") for title, key in known.items()} for r in results])
     if "pairs" in results[0]:
         return rows
-    notes, found = [], [conventions(result) for result in results]
-    for name in found[0]:  # what holds for all results is said once
-        if len({own[name] for own in found}) == 1:
-            notes.append(f"{name}: {found[0][name]}")
-        else:
-            named = zip(results, found, strict=True)
-            notes += [f"{name}, {result['label']}: {own[name]}" for result, own in named]
+    found: dict[str, list[str]] = {}  # each note, and the checkpoints that it holds for
+    for result in results:
+        for note in conventions(result):
+            found.setdefault(note, []).append(result["label"])
     if len({result["tokenizer_sha256"] for result in results}) > 1:
         note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
-        notes.append(note + "not those per token.")
-    return "\n".join([rows, "", *(wrapped(note, "- ", "  ") for note in notes)])
+        found[note + "not those per token."] = results
+    notes = [rows, ""]
+    for note, holds in found.items():
+        of = "" if len(holds) == len(results) else f" ({', '.join(holds)})"
+        notes.append(wrapped(note + of, "- ", "  "))
+    return "\n".join(notes)
 
 
-def conventions(r: dict) -> dict[str, str]:
+def conventions(r: dict) -> list[str]:
     """What a reader must know of a result to compare its numbers."""
     sizes = f"{r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space)"
-    has_bytes = [sizes] if "bits_per_byte" in r else []
-    return {
-        "text": "; ".join(filter(None, [r["text"], *has_bytes, r["tokenizer_loses"]])),
-        "model": f"{r['architecture']}, {r['parameters']:,} parameters, vocabulary "
-        f"{r['vocabulary']:,}",
-        "streams": f"{r['streams']:,}, first token of each {r['first_token']}",
-        "windows": f"at most {r['window']:,} tokens, stride {r['stride']:,}, "
-        f"the last of a stream {r['last_window']}",
-        "computed": f"backend {r['backend']}, {r['dtype']}, {r['device']}",
-    }
+    about = filter(None, [r["text"], "bits_per_byte" in r and sizes, r["tokenizer_loses"]])
+    size = f"{r['parameters']:,} parameters, vocabulary {r['vocabulary']:,}"
+    windows = f"at most {r['window']:,} tokens, stride {r['stride']:,}"
+    return [
+        f"text: {'; '.join(about)}",
+        f"model: {r['architecture']}, {size}",
+        f"streams: {r['streams']:,}, first token of each {r['first_token']}",
+        f"windows: {windows}, the last of a stream {r['last_window']}",
+        f"computed: backend {r['backend']}, {r['dtype']}, {r['device']}",
+    ]
 
 
 def write_evaluation(results: list[dict], directory: Path) -> None:

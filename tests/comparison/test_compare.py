@@ -103,10 +103,10 @@ def test_a_machine_without_git_measures_too(monkeypatch):
     [
         (["llama", "model.hidden_size=31"], "hidden_size 31 into heads of an even number"),
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
-        (["train.steps=3"], "nothing to compare; give --backends"),
+        (["train.steps=3"], "--backends  --seeds 1 .*; allowed: 1 or more of each"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
-        (["dense", "--seconds", "inf"], "--seconds is inf; allowed: .* finite seconds"),
-        (["dense", "--seeds", "0"], "--seeds is 0, .*; allowed: 1 or more seeds"),
+        (["dense", "--seconds", "inf"], "--seconds inf; allowed: .* finite seconds"),
+        (["dense", "--seeds", "0"], "--seeds 0 .*; allowed: 1 or more of each"),
     ],
 )
 def test_mistakes_show_before_anything_runs(write_config, tmp_path, given, message):
