@@ -23,8 +23,8 @@ from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel
 from mixer.ops import triangular_conv
-from mixer.version import __version__
 
+__version__ = "0.1.0"
 __all__ = [
     "MaskedMixerConfig",
     "MaskedMixerForCausalLM",
