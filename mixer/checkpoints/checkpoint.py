@@ -13,16 +13,12 @@
 
 trainer.json holds
 
-    format                                    FORMAT, which changes when older code cannot resume
-    step, samples, tokens, skipped_steps      how far the run is; samples is its place in the data
-    data_directory, data                      where the data is, and what identifies it
-    logged_tokens, nats                       tokens at the last line of metrics, and the sum of
-                                              the nats since then
-    scaler, wandb_id                          the fp16 loss scale, and the run's id at wandb
-    settings, earlier                         what the next steps train with, and what the steps up
-                                              to others had in place of it
-    mixing                                    what model.mixing_backend=auto stands for where a
-                                              race decided it
+    format                  FORMAT, which changes when older code cannot resume
+    step, samples ...       how far the run is: Counters in mixer/training/start.py
+    data_directory, data    where the data is, and what identifies it
+    scaler, wandb_id        the fp16 loss scale, and the run's id at wandb
+    settings, earlier       what the next steps train with, and what the steps up to others had
+    mixing                  what model.mixing_backend=auto stands for where a race decided it
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. None ever holds a NaN or an

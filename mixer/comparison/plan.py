@@ -123,8 +123,7 @@ def check_known(run: Run, known: dict) -> None:
             now |= {key: had[key] for key in ("seed", "train.init_from") if key in had}
         elif name != run.name:
             continue
-        other = [key for key in sorted({*had, *now}) if had.get(key) != now.get(key)]
-        if other:
+        if other := [key for key in sorted({*had, *now}) if had.get(key) != now.get(key)]:
             said = ", ".join(f"{key} {had.get(key)}, not {now.get(key)}" for key in other)
             allowed = "give those options, or another --output"
             raise UserError(f"the results have {name!r} with other options: {said}; {allowed}")
