@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import list_files, save_checkpoint
+from checkpoints import change_config, list_files, save_checkpoint
 from runs import refusal
 from safetensors.torch import load_file, save_file
 
@@ -46,11 +46,6 @@ def change_weights(file: Path, part: str, change: Callable) -> None:
 
 def gone(tensor: torch.Tensor) -> None:
     return None
-
-
-def change_config(checkpoint: Path, **values) -> None:
-    file = checkpoint / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def test_a_file_that_was_added_changed_or_removed_is_named(finished, tmp_path, monkeypatch):

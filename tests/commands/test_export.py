@@ -1,20 +1,22 @@
-"""A checkpoint is exported with its model card; weights that are not finite are refused."""
+"""A checkpoint is exported with its model card, which has no path of the machine that trained it;
+weights that are not finite are refused.
+"""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from checkpoints import list_files
 from huggingface_hub import ModelCard
 from models import CODE
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
+from mixer.checkpoints.checkpoint import TRAINER
 from mixer.common.errors import UserError
 from mixer.convert import convert, convert_back
 from mixer.export import export
@@ -85,3 +87,31 @@ def test_weights_that_are_not_finite_are_refused(finished, tmp_path):
         export_with(1e6, "fp16")
     assert not (tmp_path / "fp32").exists() and not (tmp_path / "fp16").exists()
     export_with(1e6, "fp32")
+
+
+NO_PATHS = {"source": "builtin", "path": "", "validation_path": "", "tokenizer": "train"}
+# Settings of a run's data, and what the card has under these keys: None where it has none.
+DATA = [
+    (
+        {"source": "text", "path": "/home/ann's/*", "validation_path": "own/a.txt"},
+        {"path": None, "directory": None, "validation_path": None},
+    ),
+    ({"source": "hub", "path": "ann's/rows"}, {"source": "hub", "path": None}),
+    ({"tokenizer": "/home/ann's/bpe"}, {"tokenizer": None}),
+]
+
+
+def test_no_path_of_the_training_machine_is_in_the_card(finished, tmp_path):
+    last = finished / "step-12"
+    for number, (data, shown) in enumerate(DATA):
+        trainer = json.loads((last / TRAINER).read_text())
+        trainer["settings"]["data"] |= NO_PATHS | data
+        trainer["settings"]["train"]["init_from"] = "/home/ann's/run"
+        (last / TRAINER).write_text(json.dumps(trainer))
+        list_files(last)
+        output = tmp_path / f"exported-{number}"
+        export(last, output, "apache-2.0")
+        text = (output / "README.md").read_text()
+        assert not [place for place in ("ann's", "own/", str(tmp_path.parent)) if place in text]
+        printed = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["data"]
+        assert {key: printed.get(key) for key in shown} == shown

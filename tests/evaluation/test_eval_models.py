@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONTEXT, documents, save_checkpoint
+from checkpoints import CONTEXT, change_config, documents, save_checkpoint
 from tokenizers import normalizers
 from transformers import (
     BertConfig,
@@ -120,11 +120,6 @@ def test_a_sharded_checkpoint_is_the_same_and_each_broken_shard_is_named(root, t
     shard.unlink()
     with pytest.raises(UserError, match=f"lacks {shard.name} .*copy the"):
         evaluate(tmp_path, text=text)
-
-
-def change_config(directory: Path, file: str = "config.json", **values) -> None:
-    content = json.loads((directory / file).read_text())
-    (directory / file).write_text(json.dumps(content | values))
 
 
 def test_layers_that_config_json_leaves_out_are_refused_for_every_model(root, tmp_path):

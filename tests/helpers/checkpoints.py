@@ -1,5 +1,6 @@
 """Small checkpoints, of a masked mixer or GPT-2, with a tokenizer trained on a few documents."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -48,3 +49,8 @@ def list_files(checkpoint: Path) -> None:
     """
     (checkpoint / LISTING).unlink(missing_ok=True)
     complete(checkpoint.rename(checkpoint.with_name("edited")), checkpoint)
+
+
+def change_config(checkpoint: Path, **values) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
