@@ -126,8 +126,10 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
-    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, lower):
-        return _evaluate(options, place)
+    dtype, device = scoring.AUTOCAST_TYPES[options.dtype], place[0]
+    with memory_for(device, f"evaluating {options.checkpoint}", sizes, lower):
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            return _evaluate(options, place)
 
 
 def _evaluate(options: EvalOptions, place: Place) -> dict:
@@ -147,11 +149,11 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
         "dtype": options.dtype,
         "device": f"{processes} x {name}" if processes > 1 else name,
     }
-    dtype, size = scoring.AUTOCAST_TYPES[options.dtype], options.batch_size
+    size = options.batch_size
     if options.pairs:
         texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(options.pairs, "validation", window)
-        shares = scoring.find_partners(model, pairs, size, dtype, place)
+        shares = scoring.find_partners(model, pairs, size, place)
         return found | {"data": options.pairs, "tokens": window} | shares
     text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
@@ -163,7 +165,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
-    scores = scoring.evaluate_batches(model, batches, window, dtype, place)
+    scores = scoring.evaluate_batches(model, batches, window, place)
     found["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
     found["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):

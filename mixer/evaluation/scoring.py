@@ -122,35 +122,29 @@ def window_batches(
         yield inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
 
-def logits_of(model: nn.Module, inputs: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """(batch, tokens) -> (batch, tokens, vocab), under autocast to `dtype` if there is one.
-
-    The result is fp32 or fp64: the softmax over the vocabulary is never taken in half precision.
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """(batch, tokens) -> (batch, tokens, vocab), fp32 or fp64: the softmax over the vocabulary is
+    never taken in half precision.
     """
-    with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
-        logits = model(input_ids=inputs).logits
+    logits = model(input_ids=inputs).logits
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @torch.no_grad()
 def evaluate_batches(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    context: int,
-    dtype: torch.dtype | None = None,
-    place: Place = ALONE,
+    model: nn.Module, batches: Iterable[Batch], context: int, place: Place = ALONE
 ) -> TokenScores:
     """Scores the targets of batches (batch, tokens <= context), except those that are -100.
 
-    model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `place`. dtype: of
-    autocast, or None. The processes share the batches, and each returns the scores of all.
+    model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `place`. The
+    processes share the batches, and each returns the scores of all.
     """
     device, index, processes = place
     sums = torch.zeros(3, context, dtype=torch.float64, device=device)  # nats, count, right
     model.eval()
     for inputs, targets in itertools.islice(batches, index, None, processes):
         inputs, targets = inputs.to(device), targets.to(device)
-        logits, tokens = logits_of(model, inputs, dtype), targets.shape[1]
+        logits, tokens = logits_of(model, inputs), targets.shape[1]
         # -log p of each target in nats; zero where it is not counted
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         sums[0, :tokens] += nats.view_as(targets).double().sum(0)
@@ -166,15 +160,13 @@ def evaluate_batches(
 def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     """Raises UserError where logits move before the first of several changed tokens.
 
-    tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in AUTOCAST_TYPES.
+    tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in TOLERANCE.
     """
     inputs = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
     # Odd where possible, to find blocks of two tokens that see each other.
     first, changed = len(tokens) // 4 * 2 + 1, inputs.clone()
     changed[:, first:] = (changed[:, first:] + 1) % model.config.get_text_config().vocab_size
-    before, after = (
-        logits_of(model, each, AUTOCAST_TYPES[dtype])[:, :first] for each in (inputs, changed)
-    )
+    before, after = (logits_of(model, each)[:, :first] for each in (inputs, changed))
     moved = (after - before).abs().max().item()
     if moved > TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(
@@ -183,23 +175,16 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
         )
 
 
-def find_partners(
-    model: PreTrainedModel,
-    pairs: PairFile,
-    batch_size: int,
-    dtype: torch.dtype | None,
-    place: Place,
-) -> dict:
+def find_partners(model: PreTrainedModel, pairs: PairFile, batch_size: int, place: Place) -> dict:
     """The number of pairs and their `top1`. The processes share the pairs."""
 
     def embed(*sides: Tensor) -> Tensor:
-        with torch.autocast(place[0].type, dtype=dtype, enabled=dtype is not None):
-            return torch.stack([text_vectors(model, texts) for texts in sides])
+        return torch.stack([text_vectors(model, texts) for texts in sides])
 
     count = min(len(pairs), MOST_PAIRS)
     vectors = pair_vectors(embed, pairs, count, batch_size, place)
     if place[2] > 1:
         torch.distributed.all_reduce(vectors)
     if not vectors.isfinite().all():
-        raise UserError(f"the vectors are not finite in {dtype or 'fp32'}: use --dtype fp32")
+        raise UserError("the vectors are not finite: use --dtype fp32")
     return {"pairs": count} | top1(*vectors)
