@@ -51,8 +51,6 @@ STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
-# Entries of trainer.json that every command reads.
-READ = {"step": int, "tokens": int, "data_directory": str}
 MODULES = "modules.json"
 REMEDY = "copy the checkpoint again, or give another one"
 # Files that nothing loads, and that may be added to a checkpoint.
@@ -77,8 +75,8 @@ def read_trainer(checkpoint: Path) -> dict[str, Any]:
     """The content of trainer.json; empty for a model from elsewhere. Raises UserError if it cannot
     be read, or lacks what training writes.
     """
-    file = checkpoint / TRAINER
-    return read_json(file, REMEDY, required=READ) if file.is_file() else {}
+    file, needed = checkpoint / TRAINER, {"step": int, "tokens": int, "data_directory": str}
+    return read_json(file, REMEDY, required=needed) if file.is_file() else {}
 
 
 def earlier_settings(earlier: dict[str, dict[str, Any]]) -> list[str]:

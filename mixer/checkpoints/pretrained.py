@@ -26,8 +26,6 @@ from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
-ADAPTER = "adapter_config.json"
-INDEX = "model.safetensors.index.json"
 # Embeddings are padded up to a multiple of a round number; no model is known to pad by more.
 LARGEST_PADDING = 1024
 # A number of layers in config.json, under the names that configurations of transformers have.
@@ -52,37 +50,32 @@ def check_checkpoint(directory: Path) -> None:
     """Raises UserError naming what a checkpoint directory lacks, or which of its files is cut short
     or not what training wrote. Loads nothing.
     """
-    if problem := _problem(directory):
-        raise refused(directory, problem)
-
-
-def _problem(directory: Path) -> str:
-    if not directory.is_dir():
-        return "is not a directory"
-    needed = [directory / "config.json", *weight_files(directory)]
-    if missing := [file.name for file in needed if not file.is_file()]:
+    config, weights = directory / "config.json", weight_files(directory)
+    if missing := [file.name for file in (config, *weights) if not file.is_file()]:
+        lacks = f"lacks {', '.join(missing)} (weights are read as safetensors, not pickled)"
         if steps := sorted(directory.glob("step-*"), key=os.path.getmtime):
-            return f"is a run, not a checkpoint such as {steps[-1]}"
-        return f"lacks {', '.join(missing)} (weights are read as safetensors, not pickled)"
+            lacks = f"is a run, not a checkpoint such as {steps[-1]}"
+        raise refused(directory, lacks if directory.is_dir() else "is not a directory")
     if re.fullmatch(r"step-\d+(\.old)?\.partial", directory.name):
-        return "was being written or deleted"
+        raise refused(directory, "was being written or deleted")
     is_ours = (directory / STATE).is_dir()  # a model from elsewhere has none
     if is_ours and (problem := damage(directory, whole=False)):
-        return f"is damaged: {problem}; to edit a checkpoint, delete {STATE}/ from a copy"
-    if (directory / ADAPTER).is_file():
-        return f"has an adapter, {ADAPTER}, which would change its weights"
-    read_json(directory / "config.json", REMEDY)
+        remedy = f"to edit a checkpoint, delete {STATE}/ from a copy"
+        raise refused(directory, f"is damaged: {problem}; {remedy}")
+    if (directory / "adapter_config.json").is_file():
+        raise refused(directory, "has an adapter, adapter_config.json, which changes its weights")
+    read_json(config, REMEDY)
     tensors = len(weight_types(directory))
     # Before anything has as many layers as config.json says.
-    for name, layers in LAYERS.findall((directory / "config.json").read_text(encoding="utf-8")):
+    for name, layers in LAYERS.findall(config.read_text(encoding="utf-8")):
         if not 1 <= float(layers) <= tensors:
-            return f"has {name} {layers:.60} in its config.json, and {tensors} tensors of weights"
-    return ""
+            has = f"has {name} {layers:.60} in its config.json, and {tensors} tensors of weights"
+            raise refused(directory, has)
 
 
 def weight_files(directory: Path) -> list[Path]:
     """The files that transformers reads: model.safetensors, or else the shards in the index."""
-    index, whole = directory / INDEX, directory / "model.safetensors"
+    whole, index = (directory / f"model.safetensors{end}" for end in ("", ".index.json"))
     if whole.is_file() or not index.is_file():
         return [whole]
     shards = read_json(index, REMEDY, required={"weight_map": dict})["weight_map"].values()
@@ -177,8 +170,9 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
     if not isinstance(model, MaskedMixerForCausalLM):
         # Old versions may have saved what is not needed. Weights that differ from the model's in
         # the number of their layer alone are layers that config.json leaves out.
-        known = {_without_numbers(name) for name in model.state_dict()}
-        unknown = [name for name in unknown if _without_numbers(name) in known]
+        number = re.compile(r"\.\d+(?=\.)")
+        known = {number.sub("", name) for name in model.state_dict()}
+        unknown = [name for name in unknown if number.sub("", name) in known]
     names = [f".{name}" for name, _ in model.named_parameters(remove_duplicate=False)]
     wrong = [
         f"{saved} of type {kind}"
@@ -193,11 +187,6 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
     ):
         if found:
             raise refused(directory, f"{problem} {', '.join(found[:3])}...")
-
-
-def _without_numbers(name: str) -> str:
-    """model.layers.3.mlp.weight -> model.layers.N.mlp.weight"""
-    return re.sub(r"\.\d+(?=\.)", ".N", name)
 
 
 # ------------------------------------------------------------------------- writing

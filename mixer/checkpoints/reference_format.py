@@ -102,11 +102,6 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             names = (opened.metadata() or {}).items()
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({error}); give a .safetensors file") from None
-    if wrong := [name for name, value in weights.items() if not value.is_floating_point()]:
-        raise UserError(
-            f"{file} has {wrong[0]} of type {weights[wrong[0]].dtype}; allowed: floating-point "
-            "numbers: give the weights of one of the author's models"
-        )
     return {name: weights[other] for name, other in names if other in weights} | weights
 
 
@@ -252,7 +247,7 @@ def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) ->
     """Copies `source` into tensors under the same keys. A Linear layer's weight (out, in) is that
     of a convolution (out, in, 1), and biases are zero if no convolution has any.
 
-    Raises UserError unless `source` has just their keys and shapes.
+    Raises UserError unless `source` has just their keys and shapes, in floating-point numbers.
     """
     layers = [key.removesuffix("weight") for key, piece in pieces.items() if piece.dim() == 3]
     biases = [f"{layer}bias" for layer in layers]
@@ -261,13 +256,12 @@ def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) ->
     for key, tensor in source.items():
         if tensor.dim() == 2 and key.removesuffix("weight") in layers:
             source[key] = tensor[..., None]
-    shapes, wanted = ({key: tuple(of[key].shape) for key in of} for of in (source, pieces))
-    problems = [
-        f"{key} has shape {shapes.get(key, 'none')}, expected {wanted.get(key, 'none')}"
-        for key in sorted(shapes | wanted)
-        if shapes.get(key) != wanted.get(key)
-    ]
-    if problems:
+    found, wanted = ({key: _kind(of[key]) for key in of} for of in (source, pieces))
+    if problems := [
+        f"{key} is {found.get(key, 'missing')}, expected: {wanted.get(key, 'nothing')}"
+        for key in sorted(found | wanted)
+        if found.get(key) != wanted.get(key)
+    ]:
         listing = "\n  ".join(problems)
         raise UserError(
             f"the weights are not those of {form.model} that can be converted; nothing is "
@@ -275,3 +269,7 @@ def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) ->
         )
     for key, piece in pieces.items():
         piece.copy_(_decay(key, source[key].float()))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)}" if tensor.is_floating_point() else f"of type {tensor.dtype}"

@@ -109,18 +109,20 @@ def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch
         command(tmp_path / "old.bin", "--output", tmp_path / "other")
 
 
-def with_tensor(name: str, *shape: int):
-    return lambda state: state.update({name: torch.zeros(shape)})
+def with_tensor(name: str, *shape: int, dtype=torch.float32):
+    return lambda state: state.update({name: torch.zeros(shape, dtype=dtype)})
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"r.weight .*, expected none"),
-        (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "9999.* expected none"),
-        (with_tensor("lm_head.weight", 49, 16), r"shape \(49, 16\), expected \(50, 16\)"),
-        (with_tensor("mixerblocks.0.conv.weight", 24, 12, 1), r"expected \(12, 12, 1\)"),
-        (lambda s: s.pop("mixerblocks.1.conv.bias"), r"1.conv.bias has shape none, expected \(12,"),
+        (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"r.weight .*, expected: nothing"),
+        (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "9999.* expected: nothing"),
+        (with_tensor("lm_head.weight", 49, 16), r"is \[49, 16\], expected: \[50, 16\]"),
+        (with_tensor("mixerblocks.0.conv.weight", 24, 12, 1), r"expected: \[12, 12, 1\]"),
+        (with_tensor("lm_head.weight", 50, 16, dtype=torch.int64), "is of type torch.int64"),
+        (with_tensor("lm_head.weight", 50, 16, dtype=torch.complex64), "is of type torch.complex"),
+        (lambda s: s.pop("mixerblocks.1.conv.bias"), r"1.conv.bias is missing, expected: \[12\]"),
         (lambda s: s.pop("mixerblocks.0.conv.weight"), "not the weights of a .*0.conv.weight"),
         (lambda s: s.pop("wte.weight"), "not the weights of a LanguageMixer .*wte.weight"),
     ],
