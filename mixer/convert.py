@@ -84,12 +84,9 @@ def main() -> None:
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
     add("source", type=settled, help="the author's .safetensors file; with --back a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
-    how = "a directory or hub name, to be saved with the reference's model"
-    one.add_argument("--tokenizer", metavar="NAME", help=how)
-    how = "from a checkpoint here to the reference's weights"
-    one.add_argument("--back", action="store_true", help=how)
-    how = "from a checkpoint here to one with full mixing weights"
-    one.add_argument("--mixing-weight", choices=["full"], help=how)
+    one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, to save with it")
+    one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
+    one.add_argument("--mixing-weight", choices=["full"], help="from a checkpoint to another one")
     add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
     if options.mixing_weight:

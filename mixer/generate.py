@@ -68,8 +68,7 @@ def main() -> None:
     add("--checkpoint", required=True, metavar="DIR", help="of any causal language model")
     add("--prompt", dest="prompts", required=True, nargs="+", metavar="TEXT", help="to continue")
     add("--new-tokens", default=80, **number, help="at most this many after each text (80)")
-    how = "of the sampling (0.7); 0: always the likeliest token"
-    add("--temperature", type=float, default=0.7, metavar="X", help=how)
+    add("--temperature", type=float, default=0.7, metavar="X", help="0.7; 0: no sampling")
     add("--seed", default=0, **number, help="of the sampling (0)")
     print("\n\n".join(continuations(**vars(parser.parse_args()))))
 

@@ -32,8 +32,7 @@ NOTES = (
 def main(arguments=None) -> None:
     parser = command_parser("mixer.inspect", __doc__)
     parser.add_argument("--checkpoint", type=settled, required=True, help="of a masked mixer")
-    where = "where the pages go (default: CHECKPOINT/../inspect-<checkpoint>)"
-    parser.add_argument("--output", help=where)
+    parser.add_argument("--output", help="default: CHECKPOINT/../inspect-<checkpoint>")
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)

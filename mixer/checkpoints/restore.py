@@ -44,8 +44,7 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     if trainer.get("format") != FORMAT:
         raise UserError(
             f"checkpoint {checkpoint} has format {trainer.get('format', 1)}, this code resumes "
-            f"{FORMAT}; it can be loaded and evaluated, but resume it with the version that wrote "
-            "it, or choose another name to start afresh"
+            f"{FORMAT}; resume it with the version that wrote it, or choose another name"
         )
     read_json(checkpoint / TRAINER, REMEDY, required=RESUMED)
     if differing := differences(trainer["data"], data):

@@ -41,18 +41,13 @@ class EvalOptions:
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
     text_field: str = option("text", "field of a row that holds its text")
-    window: int | None = option(
-        None, "longest window; default: the context, which weights by lag can exceed", at_least=1
-    )
+    window: int | None = option(None, "longest window; default: the context", at_least=1)
     stride: int | None = option(None, "tokens between windows; default: the window", at_least=1)
     batch_size: int = option(16, "windows per forward", at_least=1)
     max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
-    first_token: str = option(
-        "skip", "skip, or eos: score it after an EOS, and blank rows too", choices=FIRST_TOKEN
-    )
-    last_window: str = option(
-        "short", "short, or full: begin it earlier, as long as others", choices=LAST_WINDOW
-    )
+    # Under eos a blank row is a document, too.
+    first_token: str = option("skip", "skip, or eos: score it after an EOS", choices=FIRST_TOKEN)
+    last_window: str = option("short", "short, or full: begin it earlier", choices=LAST_WINDOW)
     device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
 
