@@ -1,12 +1,10 @@
-"""Checkpoints converted, with the same logits: from and to the reference implementation of masked
-mixers, and to full mixing weights.
+"""Checkpoints converted from and to the reference implementation of masked mixers, with its logits.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
-    python -m mixer.convert DIR --output DIR --mixing-weight full
 
 The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
-second writes such weights. The third is for mixing weights by lag and recurrent ones.
+second writes such weights.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
 the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
@@ -28,10 +26,8 @@ from mixer.checkpoints.pretrained import (
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
-from mixer.data.tokenizer import existing_tokenizer, read_tokenizer
-from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
-from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.data.tokenizer import existing_tokenizer
+from mixer.models.masked_mixer.configuration import RECURRENT
 
 
 def convert(
@@ -65,20 +61,6 @@ def convert_back(source: Path, output: Path) -> None:
     print(f"wrote {output}")
 
 
-def convert_to_full(source: Path, output: Path) -> None:
-    """Writes the model and tokenizer of a checkpoint with full mixing weights."""
-    check_new(output)
-    model = load_masked_mixer(source)
-    about = model.config.to_dict() | {"mixing_weight": "full", "mixing_decay": False}
-    full = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
-    full.load_state_dict(model.state_dict(), strict=False)  # other mixing weights have other names
-    for conv, taken in zip(model.modules(), full.modules(), strict=True):
-        if isinstance(conv, TriangularConv):
-            taken.set_mixing_weight(conv.mixing_weight())
-    has_tokenizer = (source / "tokenizer_config.json").exists()
-    write_new(output, full, read_tokenizer(str(source)) if has_tokenizer else None, source)
-
-
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
@@ -86,12 +68,9 @@ def main() -> None:
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, to save with it")
     one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
-    one.add_argument("--mixing-weight", choices=["full"], help="from a checkpoint to another one")
     add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
-    if options.mixing_weight:
-        convert_to_full(options.source, options.output)
-    elif options.back:
+    if options.back:
         convert_back(options.source, options.output)
     else:
         convert(options.source, options.output, options.tokenizer, options.mixing)
