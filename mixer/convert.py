@@ -16,13 +16,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from mixer.checkpoints.pretrained import (
-    check_finite,
-    check_vocabulary,
-    load_masked_mixer,
-    settled,
-    write_new,
-)
+from mixer.checkpoints import pretrained
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
@@ -30,19 +24,17 @@ from mixer.data.tokenizer import existing_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
 
 
-def convert(
-    source: Path, output: Path, tokenizer_name: str | None, mixing: str | None = None
-) -> None:
+def convert(source: Path, output: Path, named: str | None, mixing: str | None = None) -> None:
     """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name)."""
     check_new(output)
     model = from_reference(read_weights(source), mixing)
-    check_finite(source, model)
+    pretrained.check_finite(source, model)
     tokenizer = None
-    if tokenizer_name:
-        tokenizer = existing_tokenizer(tokenizer_name)
-        check_vocabulary(tokenizer, model.config.vocab_size, f"tokenizer {tokenizer_name!r}")
+    if named:
+        tokenizer = existing_tokenizer(named)
+        pretrained.check_vocabulary(tokenizer, model.config.vocab_size, f"tokenizer {named!r}")
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    write_new(output, model, tokenizer)
+    pretrained.write_new(output, model, tokenizer)
     if not mixing:
         assumed = f"ASSUMED: {ASSUMED}. If {source} is one, the logits of {output} are wrong."
         print(assumed, file=sys.stderr)
@@ -55,7 +47,7 @@ def convert_back(source: Path, output: Path) -> None:
             f"--output is {output}; with --back give a .safetensors file that does not exist yet"
         )
     check_writable(output.parent)
-    weights = to_reference(load_masked_mixer(source))
+    weights = to_reference(pretrained.load_masked_mixer(source))
     with whole_file(output) as stage:
         save_file(weights, stage, metadata={"format": "pt"})
     print(f"wrote {output}")
@@ -64,7 +56,11 @@ def convert_back(source: Path, output: Path) -> None:
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("source", type=settled, help="the author's .safetensors file; with --back a checkpoint")
+    add(
+        "source",
+        type=pretrained.settled,
+        help="the author's file; with --back a checkpoint",
+    )
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, to save with it")
     one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")

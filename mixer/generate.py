@@ -3,7 +3,8 @@
 python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 """
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers import GenerationConfig, PreTrainedModel, set_seed
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, first_line, run_command
@@ -36,26 +37,22 @@ def continuations(
 
 
 def sample(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: list[str],
-    new_tokens: int,
-    temperature: float,
+    model: PreTrainedModel, tokenizer: Tokenizer, prompts: list[str], new: int, temperature: float
 ) -> list[str]:
-    """`continuations` of a model."""
+    """`continuations` of a model, of `new` tokens."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     padding = {"padding": len(prompts) > 1, "padding_side": "left"}  # one needs no token to pad
     inputs = tokenizer(prompts, return_tensors="pt", **padding).to(model.device)
     ids = inputs.input_ids  # (prompts, tokens)
     check_token(int(ids.max()), model, "a prompt")
-    if not extend_to(model, ids.shape[1] + new_tokens):
+    if not extend_to(model, ids.shape[1] + new):
         raise UserError(
-            f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}, and the model's "
+            f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new}, and the model's "
             f"context is {context_of(model)}: shorten the prompt, or give fewer new tokens"
         )
     # Whatever generation_config.json says: beams, several texts for a prompt, another output.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    how = {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    how = {"max_new_tokens": new, "pad_token_id": tokenizer.pad_token_id}
     if not 0 <= temperature < GREEDY_BELOW:
         how |= {"do_sample": True, "temperature": temperature, "top_k": 50}
     output = model.generate(ids, attention_mask=inputs.attention_mask, **how)

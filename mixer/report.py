@@ -46,8 +46,7 @@ def plot_training(run: Path, output: Path) -> None:
     with curves(output, title, "optimizer step", "loss (nats per token)") as axes:
         axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
         steps, losses = smooth(steps, losses)
-        style = {"marker": "o", "markersize": 3} if len(steps) < 20 else {}
-        axes.plot(steps, losses, color=GREY, label=f"training {losses[-1]:.3f}", **style)
+        axes.plot(steps, losses, ".-", color=GREY, label=f"training {losses[-1]:.3f}")
         steps, losses = series(lines, "validation_loss")
         if steps:
             style = {"linewidth": 2.2, "marker": "o", "markersize": 4}

@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from mixer.common.errors import NotFinite, Say, UserError
 from mixer.common.files import as_system_error, flush, has_sha256, if_supported, publish, sha256
-from mixer.common.parsing import read_json
+from mixer.common.parsing import Kind, read_json
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -71,11 +71,12 @@ def all_checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
 
 
-def read_trainer(checkpoint: Path) -> dict[str, Any]:
+def read_trainer(checkpoint: Path, **needed: Kind) -> dict[str, Any]:
     """The content of trainer.json; empty for a model from elsewhere. Raises UserError if it cannot
-    be read, or lacks what training writes.
+    be read, or lacks what every command or the caller needs, of these types.
     """
-    file, needed = checkpoint / TRAINER, {"step": int, "tokens": int, "data_directory": str}
+    file = checkpoint / TRAINER
+    needed |= {"step": int, "tokens": int, "data_directory": str}
     return read_json(file, REMEDY, required=needed) if file.is_file() else {}
 
 

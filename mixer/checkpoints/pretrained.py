@@ -8,13 +8,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, write_modules
@@ -99,9 +94,7 @@ def weight_types(directory: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------- loading
 
 
-def load_checkpoint(
-    directory: Path, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def load_checkpoint(directory: Path, device: torch.device) -> tuple[PreTrainedModel, Tokenizer]:
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
     Raises UserError if the directory is incomplete or damaged, if transformers does not know the
@@ -120,9 +113,7 @@ def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
     check_checkpoint(directory)
     config = load_model_config(directory)
     if not isinstance(config, MaskedMixerConfig):
-        raise UserError(
-            f"checkpoint {directory} is a {config.model_type}: give one of a masked mixer"
-        )
+        raise UserError(f"{directory} is a {config.model_type}: give one of a masked mixer")
     return load_model(directory, config)
 
 
@@ -195,7 +186,7 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
 def write_new(
     output: Path,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast | None,
+    tokenizer: Tokenizer | None,
     source: Path | None = None,
     card: str = "",
 ) -> None:
@@ -231,7 +222,7 @@ def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None
         raise UserError(f"{source} has weights that are not finite in {listed}...: {remedy}")
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: str) -> None:
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, what: str) -> None:
     """Raises UserError unless the tokenizer can be the model's, which may have more ids (padding),
     but not fewer, and not many more. what: names the tokenizer.
     """

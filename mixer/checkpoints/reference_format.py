@@ -43,6 +43,7 @@ SHARED = (
     *("mixing_init", "zero_init", "kaiming_init", "mixing_backend"),
 )
 EMBEDDING, BLOCKS = "model.embed_tokens", "model.layers"
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,7 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def from_reference(
-    source: Mapping[str, Tensor], mixing: str | None = None
-) -> MaskedMixerForCausalLM:
+def from_reference(source: Weights, mixing: str | None = None) -> MaskedMixerForCausalLM:
     """The model of one of the author's state dicts, in fp32 and eval mode, as ASSUMED.
 
     mixing: the mixing_weight of a recurrent mixer. Raises UserError if it is missing or unwanted,
@@ -169,7 +168,7 @@ def _decay(key: str, tensor: Tensor) -> Tensor:
 
 
 def _pieces(
-    tensors: Mapping[str, Tensor], config: MaskedMixerConfig, form: Format
+    tensors: Weights, config: MaskedMixerConfig, form: Format
 ) -> Iterator[tuple[str, Tensor]]:
     """Views of the model's tensors, under the author's names and with the author's axes."""
     heads, module = config.num_mixer_heads, form.heads.partition(".")[0]
@@ -196,7 +195,7 @@ def _pieces(
                 yield f"{block}{place}.{kind}", piece
 
 
-def _with_known_names(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _with_known_names(source: Weights) -> dict[str, Tensor]:
     """The state dict without the prefix that wrappers put before every key, and with heads under
     the name `mixerhead`.
     """
@@ -208,7 +207,7 @@ def _with_known_names(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return known
 
 
-def _config(source: Mapping[str, Tensor], form: Format, mixing: str | None) -> MaskedMixerConfig:
+def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerConfig:
     """The sizes of the model, from the tensors of the first block. `_fill` checks the others."""
     embedding, blocks, up_proj = (form.names[ours] for ours in (EMBEDDING, BLOCKS, "mlp.up_proj"))
     block, convs = f"{blocks}.0.", f"{blocks}.0.{form.heads}."

@@ -11,17 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.checkpoint import (
-    FORMAT,
-    REMEDY,
-    STATE,
-    TRAINER,
-    local_part,
-    optimizer_state,
-    read_trainer,
-)
+from mixer.checkpoints.checkpoint import FORMAT, STATE, local_part, optimizer_state, read_trainer
 from mixer.common.errors import UserError, first_line
-from mixer.common.parsing import NONE, read_json
+from mixer.common.parsing import NONE
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
@@ -46,7 +38,7 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
             f"checkpoint {checkpoint} has format {trainer.get('format', 1)}, this code resumes "
             f"{FORMAT}; resume it with the version that wrote it, or choose another name"
         )
-    read_json(checkpoint / TRAINER, REMEDY, required=RESUMED)
+    trainer = read_trainer(checkpoint, **RESUMED)
     if differing := differences(trainer["data"], data):
         raise UserError(
             f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "

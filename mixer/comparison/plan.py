@@ -70,10 +70,8 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     """
     is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
     if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
-        raise UserError(
-            "the plan is incomplete; allowed: `common` and `runs`, or `common`, `seconds` and "
-            "`kinds`, perhaps with `rates` and `sweep_share`, such as those in benchmarks/plans"
-        )
+        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`, and maybe `rates` and"
+        raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
 
     def options(own: dict | None) -> dict:
         """All options of a run or model; later ones win."""

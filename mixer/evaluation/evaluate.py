@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
@@ -174,9 +175,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     return found | numbers(scores, text, found["context"] or window)
 
 
-def describe_model(
-    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
-) -> dict:
+def describe_model(directory: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     serialised = tokenizer.backend_tokenizer.to_str()
     return {

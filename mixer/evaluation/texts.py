@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
@@ -72,7 +72,7 @@ class Text:
     task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
 
-def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
+def choose_text(options: EvalOptions, window: int, tokenizer: Tokenizer) -> Text:
     """The text that the options name, cut to max_tokens, or what the run was trained on.
 
     Raises UserError for a text or data that is missing, damaged, empty, or of another tokenizer.
@@ -102,7 +102,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     return text
 
 
-def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Text:
+def documents_of(options: EvalOptions, tokenizer: Tokenizer) -> Text:
     """The documents of files or of a hub dataset, as many as have max_tokens targets."""
     field, blank = {"text_field": options.text_field}, options.first_token == "eos"
     if options.text:
@@ -137,7 +137,7 @@ def parts_of(source: DataConfig) -> Iterator[Part]:
         yield Part(replace(source, source=next(kinds, "text")), file)
 
 
-def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
+def validation_text(directory: Path, context: int, tokenizer: Tokenizer) -> Text:
     """The validation split of prepared data: packed, one stream; otherwise one per document."""
     split = TokenFile(directory, "validation", context)
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
@@ -155,9 +155,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     return text
 
 
-def shortened(
-    text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
-) -> Text:
+def shortened(text: Text, kept: list[np.ndarray], how: str, tokenizer: Tokenizer) -> Text:
     """The text of the streams that are kept, and the size of what their tokens decode to."""
     sizes, words = token_bytes(tokenizer), 0
     for tokens in kept:
