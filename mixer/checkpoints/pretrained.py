@@ -91,7 +91,7 @@ def weight_types(directory: Path) -> dict[str, str]:
     return types
 
 
-# ------------------------------------------------------------------------- loading
+# ------------------------------------------------------------------------- loading, and writing
 
 
 def load_checkpoint(directory: Path, device: torch.device) -> tuple[PreTrainedModel, Tokenizer]:
@@ -180,9 +180,6 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
             raise refused(directory, f"{problem} {', '.join(found[:3])}...")
 
 
-# ------------------------------------------------------------------------- writing
-
-
 def write_new(
     output: Path,
     model: PreTrainedModel,
@@ -208,9 +205,6 @@ def write_new(
             (stage / "README.md").write_text(card, encoding="utf-8")
     note = "" if tokenizer else ", without a tokenizer"
     print(f"wrote {output}: {model.num_parameters():,} parameters{note}")
-
-
-# ------------------------------------------------------------------------- what fits a model
 
 
 def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None:

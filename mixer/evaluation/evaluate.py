@@ -259,17 +259,11 @@ def conventions(r: dict) -> list[str]:
 
 def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
-    curves, contexts = [], set()
-    for r in results if can_draw() and "pairs" not in results[0] else ():
-        # With a stride below the window, only a stream's first window scores the early positions.
-        losses, counts = r["loss_by_position"], r["count_by_position"]
-        known = zip(losses, counts, strict=True)
-        curves.append((r["label"], [x if 10 * n >= max(counts) else None for x, n in known]))
-        contexts |= {r["context"]} if "loss_to_context" in r else set()
-    picture = "\n![Loss by position](loss_by_position.png)\n" if curves else ""
+    is_drawn = can_draw() and "pairs" not in results[0]
+    picture = "\n![Loss by position](loss_by_position.png)\n" if is_drawn else ""
     text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:
         (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         (stage / "report.md").write_text(text, encoding="utf-8")
-        if curves:
-            plot_loss_by_position(curves, stage / "loss_by_position.png", contexts)
+        if is_drawn:
+            plot_loss_by_position(results, stage / "loss_by_position.png")

@@ -4,7 +4,7 @@ matplotlib is optional, so it is imported where a picture is drawn.
 """
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,23 +75,23 @@ def log_axis(axes) -> None:
     axes.xaxis.set_major_formatter(plain_number)
 
 
-def plot_loss_by_position(
-    losses: list[tuple[str, list[float | None]]], output: Path, contexts: Collection[int]
-) -> None:
-    """Draws losses by position, which starts at 1, and marks the `contexts` of training.
-
-    losses: names and mean nats per position, (context,), None where no target was scored.
+def plot_loss_by_position(results: list[dict], output: Path) -> None:
+    """Draws the losses by position, which starts at 1, of results of evaluations, and marks the
+    trained context where windows were longer.
     """
     title, x = "Loss by position (legend: at the end)", "tokens that the prediction can see"
     with curves(output, title, x, "loss (nats per token)") as axes:
-        for number, (name, values) in enumerate(losses):
-            values = np.array(values, dtype=float)  # None is NaN
+        for number, result in enumerate(results):
+            values = np.array(result["loss_by_position"], dtype=float)  # None is NaN
+            counts = np.array(result["count_by_position"])
+            # With a stride below the window, only a stream's first window has the early positions.
+            values[10 * counts < counts.max()] = np.nan
             positions, colour = np.arange(1, len(values) + 1), f"C{number}"
             axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
             centres, means = log_means(positions, values)
-            label = f"{means[-1]:.3f} {short_name(name)}"
+            label = f"{means[-1]:.3f} {short_name(result['label'])}"
             axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=label)
-        for context in contexts:
+        for context in {r["context"] for r in results if "loss_to_context" in r}:
             axes.axvline(context, color="0.4", linestyle=":", label="trained context")
         log_axis(axes)
 

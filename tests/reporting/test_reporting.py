@@ -75,10 +75,16 @@ def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
     np.testing.assert_allclose(means, [10 - step / 100 for step in at])
 
 
+def evaluated(label: str, losses: list) -> dict:
+    """Of an evaluation with windows beyond the trained context."""
+    about = {"label": label, "context": 8, "loss_to_context": 1.0}
+    return about | {"loss_by_position": losses, "count_by_position": [9] * len(losses)}
+
+
 DRAW = {
     "training": lambda run, file: plot_training(run, file),
     "comparison": lambda run, file: compare_runs([str(run)], file),
-    "position": lambda run, file: plot_loss_by_position([(run.name, losses(0))], file, [8]),
+    "position": lambda run, file: plot_loss_by_position([evaluated(run.name, losses(0))], file),
 }
 
 
@@ -106,9 +112,11 @@ def test_no_picture_cuts_a_curve_off_or_covers_it(tmp_path, drawn, draw):
 def test_a_loss_by_position_begins_at_the_first_token_and_leaves_out_what_is_unknown(
     tmp_path, drawn
 ):
-    losses = [("a", [None, 3.0, 2.5]), ("a", [5.0, 3.5, 2.5])]  # of two runs with one name
-    plot_loss_by_position(losses, tmp_path / "position.png", [])
-    _, a, _, b = [line.get_data() for line in drawn[0].axes[0].get_lines()]
+    losses = [None, 3.0, 2.5], [5.0, 3.5, 2.5]  # of two runs with one name
+    results = [evaluated("a", each) for each in losses]
+    plot_loss_by_position(results, tmp_path / "position.png")
+    _, a, _, b, context = [line.get_data() for line in drawn[0].axes[0].get_lines()]
+    assert list(context[0]) == [8, 8]  # marked once
     np.testing.assert_array_equal(a, ([2, 3], [3.0, 2.5]))
     np.testing.assert_array_equal(b, ([1, 2, 3], [5.0, 3.5, 2.5]))
 
