@@ -12,8 +12,6 @@ The windows shared among the GPUs:
     accelerate launch --multi_gpu eval.py --checkpoint runs/v100/step-200000
 The conventions of lm-evaluation-harness:
     python eval.py ... --first-token eos --last-window full
-
-Without a checkout, `python -m mixer.eval` is the same command.
 """
 
 from dataclasses import fields

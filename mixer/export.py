@@ -4,8 +4,7 @@
     hf upload NAME my-mixer
 
 The directory holds what `from_pretrained` needs, the model's code for machines without this
-package, and a model card with the run's settings and last losses. It does not hold the optimizer's
-state.
+package, and a model card with the run's settings and last losses, but no optimizer's state.
 """
 
 from pathlib import Path

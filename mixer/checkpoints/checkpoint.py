@@ -21,8 +21,7 @@ trainer.json holds
     mixing                  what model.mixing_backend=auto stands for where a race decided it
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
-disk, and renamed. Older checkpoints are deleted only after that. None ever holds a NaN or an
-infinity.
+disk, and renamed. Older checkpoints are deleted only after that. None holds a NaN or an infinity.
 """
 
 import json
@@ -172,8 +171,7 @@ class CheckpointWriter:
 
     def save(self, optimizer: torch.optim.Optimizer, trainer: dict[str, Any]) -> None:
         """Starts to write the checkpoint of step trainer["step"]. All processes must call this
-        together. Raises NotFinite, and writes nothing, if any weight or optimizer state is NaN or
-        infinite.
+        together. Raises NotFinite, and writes nothing, if weights or optimizer state are not.
         """
         self.wait()  # until the last checkpoint is written
         held = saved_weights(self.model) | optimizer_state(self.model, optimizer)

@@ -196,9 +196,7 @@ def _pieces(
 
 
 def _with_known_names(source: Weights) -> dict[str, Tensor]:
-    """The state dict without the prefix that wrappers put before every key, and with heads under
-    the name `mixerhead`.
-    """
+    """The state dict without prefixes of wrappers, and with heads under the name `mixerhead`."""
     wrappers = re.compile(r"^((model|module|_orig_mod)\.)+")
     heads = re.compile(r"\.conv\.(convs|proj_head|out_proj)\.")
     known = {heads.sub(r".mixerhead.\1.", wrappers.sub("", key)): x for key, x in source.items()}

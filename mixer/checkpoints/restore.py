@@ -8,19 +8,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints import pretrained
 from mixer.checkpoints.checkpoint import FORMAT, STATE, local_part, optimizer_state, read_trainer
 from mixer.common.errors import UserError, first_line
-from mixer.common.parsing import NONE
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
-from mixer.models.architecture import model_class
 
 # Entries of trainer.json that only a resume needs.
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
-RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
+RESUMED |= {"scaler": (dict, type(None)), "wandb_id": (str, type(None))}
 # What a resume may change in the model's configuration, and what transformers records in it.
 FREE = {"mixing_backend", "mixing_init"}
 FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
@@ -29,8 +28,7 @@ FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
 def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
-    data: what identifies the data and its order. Raises UserError where the checkpoint has other
-    data, naming each difference.
+    data: what identifies the data and its order. Raises UserError where the checkpoint's differ.
     """
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:
@@ -72,7 +70,7 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
             "(model.*; model_type is model.architecture; vocab_size and eos_token_id come from "
             "data.*) to the checkpoint's values, or choose another name or checkpoint"
         )
-    return pretrained.load_model(checkpoint, config, model_class(config))
+    return pretrained.load_model(checkpoint, config)
 
 
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -96,11 +94,7 @@ def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def resume(
-    checkpoint: Path,
-    trainer: dict[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
+    checkpoint: Path, trainer: dict, model: nn.Module, optimizer: Optimizer, world: World
 ) -> None:
     """Loads all state besides the model: the optimizer's and the loss scale. Steps draw no random
     numbers, and the order of the data has no state. Under FSDP the parameters are shards already.
@@ -116,7 +110,7 @@ def resume(
         scaler.load_state_dict(trainer["scaler"])
 
 
-def begin_state(optimizer: torch.optim.Optimizer) -> None:
+def begin_state(optimizer: Optimizer) -> None:
     """Creates the state that the optimizer's first step would create, with a step that is skipped
     on the device (`found_inf` is 1) and so changes no weight.
     """
@@ -129,7 +123,7 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Loads the optimizer's state into the one of `begin_state`, sharded like the model. Only one
     whole tensor is in memory at a time.
 

@@ -1,6 +1,4 @@
-"""Perplexity of checkpoints on a text: from options to numbers with their conventions, and the
-report of these.
-"""
+"""Perplexity of checkpoints on a text: from options to numbers, and the report of these."""
 
 import hashlib
 import json
@@ -177,7 +175,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
 
 def describe_model(directory: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
-    serialised = tokenizer.backend_tokenizer.to_str()
+    specification = tokenizer.backend_tokenizer.to_str().encode()
     return {
         "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
         "checkpoint": str(directory),
@@ -186,7 +184,7 @@ def describe_model(directory: Path, model: PreTrainedModel, tokenizer: Tokenizer
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": model.config.get_text_config().vocab_size,
         "context": scoring.context_of(model),
-        "tokenizer_sha256": hashlib.sha256(serialised.encode()).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(specification).hexdigest(),
     }
 
 

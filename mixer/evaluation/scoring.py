@@ -92,14 +92,10 @@ def extend_to(model: PreTrainedModel, tokens: int) -> bool:
 
 
 def window_batches(
-    streams: Iterable[np.ndarray],
-    context: int,
-    stride: int,
-    batch_size: int,
-    last_window: str = "short",
+    streams: Iterable[np.ndarray], context: int, stride: int, size: int, last_window: str = "short"
 ) -> Iterator[Batch]:
-    """Batches of windows: inputs and targets, (batch, longest window) int64, with targets of -100
-    where they do not count. Padding is on the right: it changes no logit of a causal model.
+    """Batches of `size` windows: inputs and targets, (batch, longest window) int64; targets that do
+    not count are -100. Padding is on the right: it changes no logit of a causal model.
     """
 
     def windows() -> Iterator[tuple[Tensor, int]]:
@@ -114,7 +110,7 @@ def window_batches(
                     scored = end
 
     left = windows()
-    while batch := list(itertools.islice(left, batch_size)):
+    while batch := list(itertools.islice(left, size)):
         inputs = pad_sequence([tokens[:-1] for tokens, _ in batch], batch_first=True)
         following = [tokens[1:] for tokens, _ in batch]
         targets = pad_sequence(following, batch_first=True, padding_value=-100)
