@@ -20,8 +20,8 @@ from mixer.models.masked_mixer.configuration import (
     MixerOptions,
     shape_problems,
 )
-from mixer.models.masked_mixer.layers import in_autocast_type
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.ops.plain import in_autocast_dtype
 
 # For an attention of another name, transformers makes no mask. So it does not search for texts that
 # are packed into one row either, for which it would wait for the GPU in every step.
@@ -38,7 +38,7 @@ class Transformer:
         super().__init__(config)
         self.set_attn_implementation("causal")
         self.model.embed_tokens.register_forward_hook(
-            lambda embedding, arguments, x: in_autocast_type(x)
+            lambda embedding, arguments, x: in_autocast_dtype(x)[0]
         )
 
     def flops_per_token(self) -> dict[str, float]:

@@ -6,8 +6,8 @@ then in, or by lag (heads, context); bias (heads, context); packed (heads, rows,
 packed are fp16 or bf16, and sums fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
-gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
-shapes, dtypes and devices, and `mixer.ops.choice` that the kernels can run.
+gives the same bits each time. The callers (triangular.py, row_operator.py) have checked
+shapes, dtypes and devices, and that the kernels can run (`device_reason`).
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import functools
 import torch
 from torch import Tensor
 
+from mixer.common.errors import UserError, first_line
 from mixer.ops.plain import shift_channels, tap_shift
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
@@ -297,3 +298,29 @@ def kernels(index: int) -> ctypes.CDLL:
     library.mixer_grad_weight_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p
     return library
+
+
+@functools.cache
+def device_reason(index: int) -> str | None:
+    """Why the kernels cannot run on a device: the error of the build, of loading or of the first
+    launch. The message names the one command that fixes it. None if they can.
+
+    The first call for a device builds the library if the cache has none, runs one small kernel and
+    waits for it, so it must not come inside a graph capture. The answer is kept: a failed build is
+    not tried again in this process.
+    """
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
+    try:
+        weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
+        pack(weight, 2, torch.float16).cpu()
+    except UserError as error:
+        return str(error)
+    except (RuntimeError, OSError) as error:  # most often nvcc is newer than the driver
+        return (
+            "the CUDA kernels were built but do not run on "
+            f"{torch.cuda.get_device_name(index)}: {first_line(error)}. Update the driver, or "
+            "build them anew with a toolkit that it supports: "
+            "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`"
+        )
+    return None

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mixer.ops import cuda, plain
-from mixer.ops.choice import check_backend, in_autocast_dtype, require, warn_once
+from mixer.ops.plain import in_autocast_dtype
 from mixer.ops.strips import weights_of
+from mixer.ops.triangular import check_backend, require, warn_once
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -1,5 +1,4 @@
-"""Generation's product, one row of the weight for each sample's new token: the operator
-`mixer::mix_row`.
+"""Generation's product, one row of the weight for each sample's new token: `mix_row`.
 
 The kernel (csrc/mix_row.cu) reads the memory of earlier inputs once. It writes the new input into
 it, finds the positions on the device and needs no workspace, so that a decoding step can be
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mixer.ops import cuda, plain
-from mixer.ops.choice import device_reason, on_one_device
+from mixer.ops.triangular import on_one_device
 
 
 def mix_row(
@@ -43,23 +42,15 @@ def mix_row(
     Returns:
         y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
 
-    The kernel has no derivative: where a gradient may be asked for, under autocast, and for
-    kernel_size > 1, this is plain PyTorch. So it is for shapes that do not fit, with its errors.
+    The kernel has no derivative: where a gradient may be asked for, under autocast, in compiled
+    code and for kernel_size > 1, this is plain PyTorch. So it is for shapes that do not fit, with
+    its errors.
     """
-    arguments = (memory, x, weight, bias, residual, positions, backend)
-    # The operator is opaque to the compiler and has no derivative.
-    if torch.compiler.is_compiling() and not needs_pytorch(*arguments[:5]):
-        return torch.ops.mixer.mix_row(*arguments)
-    return _mix_row(*arguments)
-
-
-def needs_pytorch(*tensors: Tensor | None) -> bool:
-    """Whether a call needs what the kernel does not have: a gradient of a tensor, or autocast."""
-    if torch.is_autocast_enabled(tensors[0].device.type):
-        return True
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
+    arguments = (memory, x, weight, bias, residual, positions)
+    # The compiler sees through plain PyTorch, but not through a call of the kernel.
+    if not torch.compiler.is_compiling() and kernel_serves(*arguments, backend):
+        return launch(*arguments)
+    return plain.mix_row(*arguments)
 
 
 def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool:
@@ -67,11 +58,12 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
     fit. The first call on a device builds the kernels, so it must not come inside a graph capture.
     """
     batch, heads, length, width = memory.shape
-    context = weight.shape[-1]
+    context, read = weight.shape[-1], (memory, x, weight, bias, x if residual is None else residual)
     fits = (
         x.is_cuda
         and backend in ("auto", "cuda")
-        and not needs_pytorch(memory, x, weight, bias, residual)
+        and not torch.is_autocast_enabled("cuda")
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read))
         and x.dtype in cuda.DTYPE_CODES
         and memory.dtype == x.dtype
         and weight.dtype in (x.dtype, torch.float32)
@@ -85,9 +77,9 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
         and positions.shape in ((1, 1), (batch, 1))
         and memory.stride()[2:] == (width, 1)
         and width * x.element_size() % 16 == 0
-        and on_one_device(x, memory, weight, bias, positions, x if residual is None else residual)
+        and on_one_device(positions, *read)
     )
-    return fits and device_reason(x.device.index) is None
+    return fits and cuda.device_reason(x.device.index) is None
 
 
 def launch(memory, x, weight, bias, residual, positions) -> Tensor:
@@ -102,19 +94,3 @@ def launch(memory, x, weight, bias, residual, positions) -> Tensor:
     params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
     cuda.call("mixer_mix_row", params)
     return y
-
-
-def _mix_row(memory, x, weight, bias, residual, positions, backend) -> Tensor:
-    arguments = (memory, x, weight, bias, residual, positions)
-    return (launch if kernel_serves(*arguments, backend) else plain.mix_row)(*arguments)
-
-
-_operator = torch.library.custom_op("mixer::mix_row", mutates_args=("memory",), schema=(
-    "(Tensor(a!) memory, Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor positions, "
-    "str backend) -> Tensor"
-))(_mix_row)  # fmt: skip
-
-
-@_operator.register_fake
-def _(memory, x, weight, bias, residual, positions, backend):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.ops.lags import falling
+from mixer.ops.plain import falling
 
 SHIFTS = 64
 LARGEST_TILE = 128  # rows and columns

@@ -19,17 +19,19 @@ class ChainedOptimizer(torch.optim.Optimizer):
     It has the groups of all of them and one state for all, so that accelerate, GradScaler and
     checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
     guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
-    clipping). Parts that know both (`_step_supports_amp_scaling`) are given them. The gradients of
-    others are divided before they see them, or set to zero on the device, so that NaN never reaches
-    a weight.
-
-    Args:
-        parts: the optimizers.
+    clipping). Raises ValueError for parts that do not know both.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        for part in parts:
+            if not getattr(part, "_step_supports_amp_scaling", False):
+                raise ValueError(
+                    f"{type(part).__name__} cannot skip a step whose gradients are not finite; "
+                    "allowed: an optimizer of torch with fused=True, or one that reads found_inf "
+                    "and grad_scale and says so by _step_supports_amp_scaling = True"
+                )
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = list(parts)
         self.group_counts = [len(part.param_groups) for part in parts]
@@ -54,22 +56,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable | None = None) -> None:
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for part in self.parts:
-            if getattr(part, "_step_supports_amp_scaling", False):
-                part.grad_scale, part.found_inf = scale, found_inf
-            else:
-                _prepare_gradients(part, found_inf, scale)
+            part.grad_scale, part.found_inf = scale, found_inf
             part.step()
-
-
-def _prepare_gradients(
-    part: torch.optim.Optimizer, found_inf: Tensor | None, scale: Tensor | None
-) -> None:
-    parameters = [p for group in part.param_groups for p in group["params"]]
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        if scale is not None:
-            gradient.div_(scale.to(gradient.device))
-        if found_inf is not None:
-            gradient.masked_fill_(found_inf.to(gradient.device) > 0, 0)
 
 
 def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
@@ -132,22 +120,17 @@ class Guard:
         """
         skipped, in_a_row = torch.stack([self.skipped, self.in_a_row]).tolist()
         self.skipped.zero_()
-        if in_a_row and self.stop_at_first:
+        allowed = 1 if self.stop_at_first else MOST_SKIPPED
+        if in_a_row >= allowed:
+            advice = "lower optim.lr or raise optim.warmup_steps"
+            if self.stop_at_first:
+                advice += " (or set train.non_finite=skip, to skip such steps)"
+            if self.scaled:
+                advice = "set train.mixed_precision=bf16 or no"
             raise NotFinite(
-                f"the gradient of step {step - in_a_row + 1} is not finite. The step did not "
-                "change the weights. Lower optim.lr or raise optim.warmup_steps and run the same "
-                "command again, which goes on from the last checkpoint, or set "
-                "train.non_finite=skip to skip such steps"
-            )
-        if in_a_row >= MOST_SKIPPED:
-            advice = (
-                "Set train.mixed_precision=bf16 (or no), which has no such limit"
-                if self.scaled
-                else "Lower optim.lr or raise optim.warmup_steps"
-            )
-            raise NotFinite(
-                f"{in_a_row} steps in a row were skipped, up to step {step}, because their "
-                f"gradients were not finite; allowed: fewer than {MOST_SKIPPED}. {advice}, and run "
-                "the same command again, which goes on from the last checkpoint"
+                f"the gradient of step {step - in_a_row + 1} is not finite, and {in_a_row} steps "
+                f"in a row were skipped, up to step {step}; allowed: fewer than {allowed}. They "
+                f"did not change the weights: {advice} and run the same command again, which goes "
+                "on from the last checkpoint"
             )
         return skipped

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.convolution import LAGS, SPANS
-from mixer.models.masked_mixer.layers import gelu, short_gelu
-from mixer.models.masked_mixer.mixing import rotations
+from mixer.models.masked_mixer.mixing import gelu, rotations, short_gelu
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 ONE_TAP = ("keyed", "rows", "columns")  # the mixings that have no more

@@ -95,15 +95,6 @@ def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
     assert len(kernel) == 3 * 2 * len(model.model.layers)
 
 
-@pytest.mark.parametrize("taps", [1, 3])
-def test_the_operator_keeps_the_contract_of_torch(taps):
-    memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)
-    weight = weight.nan_to_num(0).expand(-1, taps, -1, -1).contiguous()
-    for last in (residual, None):
-        arguments = (memory.nan_to_num(0).clone(), x, weight, bias, last, positions, "auto")
-        torch.library.opcheck(torch.ops.mixer.mix_row, arguments)
-
-
 @pytest.mark.parametrize("how", ["plain", "autocast", "gradient"])
 def test_compiled_and_eager_calls_agree(how):
     memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)

@@ -86,7 +86,7 @@ def scaled_and_bad() -> None:
 @pytest.mark.parametrize(
     ("before", "bad_steps", "last", "advice"),
     [
-        (bad_and_impatient, (3, 4, 5, *range(20, 31)), 23, "Lower optim.lr"),
+        (bad_and_impatient, (3, 4, 5, *range(20, 31)), 23, "lower optim.lr"),
         (scaled_and_bad, range(1, 31), 4, "train.mixed_precision=bf16"),
     ],
     ids=["fp32", "loss scale"],

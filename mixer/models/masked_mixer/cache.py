@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from mixer.ops.plain import write_rows
@@ -173,26 +172,3 @@ def can_capture(input_ids: Tensor) -> bool:
         or torch.compiler.is_compiling()
         or torch.cuda.is_current_stream_capturing()
     )
-
-
-class Generation(GenerationMixin):
-    """How `generate()` prepares the cache of a masked mixer, and checks the length of its text."""
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            static = generation_config.cache_implementation == "static"
-            model_kwargs["past_key_values"] = MixingCache(self.config, static)
-        else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-
-    def _validate_generated_length(self, generation_config, input_ids_length, *args):
-        super()._validate_generated_length(generation_config, input_ids_length, *args)
-        asked, context = generation_config.max_length, self.config.longest_text
-        if asked > context:
-            by_lag = self.config.mixing_weight == "lags"
-            longer = f", or call model.extend_context({asked})" if by_lag else ""
-            raise ValueError(
-                f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
-                f"were asked for, {asked} together; the model's context is {context}: shorten the "
-                f"prompt, or give a smaller max_new_tokens{longer}"
-            )

@@ -10,8 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
-from mixer.ops.lags import diagonal_sums, rows_by_lag, toeplitz, weight_by_lag
-from mixer.ops.plain import by_head, keyed_rows, mix_rows, rows_at
+from mixer.ops.plain import (
+    by_head,
+    diagonal_sums,
+    keyed_rows,
+    mix_rows,
+    rows_at,
+    rows_by_lag,
+    toeplitz,
+    weight_by_lag,
+)
 
 from .cache import MixingCache, Place
 from .configuration import MaskedMixerConfig
