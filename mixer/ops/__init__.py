@@ -2,8 +2,7 @@
 
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS, turn
-from mixer.ops.row_operator import mix_row
-from mixer.ops.triangular import DTYPES, triangular_conv
+from mixer.ops.triangular import DTYPES, mix_row, triangular_conv
 
 # The code of models saved by earlier versions has all operators from here, and `turn`.
 __all__ = ["BACKENDS", "DTYPES", "keyed_conv", "mix_row", "triangular_conv", "turn"]

@@ -6,8 +6,8 @@ then in, or by lag (heads, context); bias (heads, context); packed (heads, rows,
 packed are fp16 or bf16, and sums fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
-gives the same bits each time. The callers (triangular.py, row_operator.py) have checked
-shapes, dtypes and devices, and that the kernels can run (`device_reason`).
+gives the same bits each time. triangular.py has checked shapes, dtypes and devices, and asked
+`device_reason` whether the kernels can run.
 """
 
 import ctypes
