@@ -92,14 +92,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
-    # Under create_graph=True. torch's own once_differentiable refuses too little:
-    # torch.autograd.grad with respect to an argument goes round its error, and leaves out terms of
-    # a Hessian without a word.
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "second derivatives of triangular_conv are there with backend 'dense' alone: use it "
-            "here (for a model, load it with mixing_backend='dense')"
-        )
+    refuse_second_derivatives("triangular_conv")
     if dy is None:
         return None, None, None, None
     x, packed = ctx.saved_tensors
@@ -111,6 +104,18 @@ def _backward(ctx, dy, _):
         dweight, dbias = (gradient.to(ctx.weight_dtype) for gradient in found)
     dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
     return dx, dweight, dbias, dy if needs_residual else None
+
+
+def refuse_second_derivatives(operator: str) -> None:
+    """To be called in backward, where create_graph=True turns gradients on. torch's own
+    once_differentiable refuses too little: torch.autograd.grad with respect to an argument goes
+    round its error, and leaves out terms of a Hessian without a word.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"second derivatives of {operator} are there with backend 'dense' alone: use it here "
+            "(for a model, load it with mixing_backend='dense')"
+        )
 
 
 one_tap.register_autograd(_backward, setup_context=_setup_context)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mixer.ops import cuda, plain
 from mixer.ops.plain import falling, in_autocast_dtype
-from mixer.ops.triangular import check_backend, require, warn_once
+from mixer.ops.triangular import require, warn_once
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -81,7 +81,6 @@ def keyed_conv(
 
 
 def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
-    check_backend(backend)
     mixing = weight if lags is None else lags
     batch, tokens, width = query.shape
     fits = (
@@ -108,7 +107,7 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
         "also decay (heads,)"
     )
     given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
-    require(fits, "keyed_conv", allowed, **given, decay=decay, bias=bias)
+    require(fits, backend, "keyed_conv", allowed, **given, decay=decay, bias=bias)
 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
@@ -274,13 +273,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
-    # Under create_graph=True. Autograd's own error would miss the path to the weight through what
-    # the kernels read of it, and leave out terms without a word.
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "second derivatives of keyed_conv are there in plain PyTorch alone: use backend "
-            "'dense' (for a model, load it with mixing_backend='dense')"
-        )
+    cuda.refuse_second_derivatives("keyed_conv")
     if dy is None:
         return (None,) * 8
     options = (ctx.context, ctx.by_lag, ctx.needs_input_grad[3])

@@ -23,9 +23,9 @@ EPSILON = 1e-6  # of the norm of queries and keys
 
 
 def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in autocast's dtype where it is on, for all dtypes but fp64. Autocast leaves an
-    embedding's output in fp32: added to it, all that blocks compute would be, and norms and sums
-    would move twice the bytes.
+    """The tensors in autocast's dtype where it is on, except fp64. Autocast itself leaves the
+    output of an embedding in fp32, and with it the residual stream: norms and sums would move twice
+    the bytes.
     """
     first = tensors[0]
     device = first.device.type
@@ -108,7 +108,9 @@ def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
     return (matrix @ side_by_side).view(heads, tokens, batch, width).transpose(1, 2)
 
 
-def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
+def mix_rows(
+    memory: Tensor, rows: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor
+) -> Tensor:
     """The triangular convolution of a few new tokens, given the inputs of all tokens so far.
 
     Args:
@@ -117,11 +119,12 @@ def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> T
         rows: those of the weight that the new tokens have, (batch or 1, heads, taps, new, length),
             as `rows_at` returns them.
         bias: (heads, context).
-        positions: (batch or 1, new tokens) int64, where each new token stands; 1 if that is the
-            same in all texts.
+        residual: (batch, new, channels), or None.
+        positions: (batch or 1, new) int64, where each new token stands; 1 if that is the same in
+            all texts.
 
     Returns:
-        (batch, new tokens, channels), in memory's dtype.
+        (batch, new, channels), in memory's dtype.
     """
     taps, new = rows.shape[2:4]
     # One product for all taps, so that the memory is read once.
@@ -132,7 +135,9 @@ def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> T
     y = y.to(products.dtype)
     for tap in range(taps):
         y = y + shift_channels(products[:, :, tap], tap_shift(tap, taps))
-    return y.transpose(1, 2).flatten(2)
+    y = y.transpose(1, 2).flatten(2)
+    # Under autocast the residual stream has the autocast type, as y has.
+    return y if residual is None else y + residual.to(y.dtype)
 
 
 def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
@@ -267,9 +272,7 @@ def mix_row(
 ) -> Tensor:
     """One new token of each text, x (batch, 1, channels): written into the memory and mixed."""
     write_rows(memory, by_head(x, weight.shape[0]), positions)
-    y = mix_rows(memory, rows_at(positions, weight, memory), bias, positions)
-    # Under autocast the residual stream has the autocast type, as y has.
-    return y if residual is None else y + residual.to(y.dtype)
+    return mix_rows(memory, rows_at(positions, weight, memory), bias, residual, positions)
 
 
 # ------------------------------------------------------------------------- weights by lag

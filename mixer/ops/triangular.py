@@ -77,7 +77,6 @@ def triangular_conv(
 
 
 def _check(x, weight, lags, bias, residual, backend) -> None:
-    check_backend(backend)
     given = weight if lags is None else lags
     fits = (
         (weight is None) != (lags is None)
@@ -101,21 +100,18 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
         "dtype or None; residual as x or None"
     )
     tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
-    require(fits, "triangular_conv", allowed, **tensors)
+    require(fits, backend, "triangular_conv", allowed, **tensors)
 
 
 # ------------------------------------------------------------------------- arguments
 
 
-def check_backend(backend: str) -> None:
+def require(fits: bool, backend: str, operator: str, allowed: str, **given: Tensor | None) -> None:
+    """Raises ValueError for an unknown backend, and for tensors that do not fit together or are on
+    several devices: kernels would read and write out of bounds.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-
-
-def require(fits: bool, operator: str, allowed: str, **given: Tensor | None) -> None:
-    """Raises ValueError for tensors that do not fit together or are on several devices: kernels
-    would read and write out of bounds.
-    """
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     if fits and on_one_device(*tensors.values()):
         return

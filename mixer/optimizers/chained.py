@@ -60,16 +60,12 @@ class ChainedOptimizer(torch.optim.Optimizer):
             part.step()
 
 
-def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
+def gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """The norm of all gradients, also where they are sharded over the processes."""
-    norms = []
-    for part in optimizer.parts:
-        parameters = [weight for group in part.param_groups for weight in group["params"]]
-        gradients = [weight.grad for weight in parameters if weight.grad is not None]
-        if gradients:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    gradients = [weight.grad for weight in parameters if weight.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:

@@ -43,13 +43,13 @@ SPAN = 512
 
 
 class TriangularConv(nn.Module):
-    """y[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], in each head on its own channels.
-    With several taps, weight[i, j] is a convolution over the channels. `mixer.ops.triangular_conv`
-    defines the result.
+    """y[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], in each head on its own channels, as
+    `mixer.ops.triangular_conv` defines it. With several taps, weight[i, j] is a convolution over
+    the channels.
 
     The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
     context). A subclass may compute the weight from others: see `make_weight`, `mixing_weight` and
-    `set_mixing_weight`. `mixing.convolution` chooses the class that a configuration asks for.
+    `set_mixing_weight`.
     """
 
     place: Place = (0, 0)  # in the model, which sets it
@@ -111,9 +111,8 @@ class TriangularConv(nn.Module):
             return mix_row(inputs, x, positions=past.positions, **given)
         # (batch, heads, length, channels of a head)
         inputs = past.append(self.place, by_head(x, self.heads))
-        y = mix_rows(inputs, self.rows(past.positions, inputs), self.bias, past.positions)
-        # Under autocast the residual stream has the autocast type, as y has.
-        return y if residual is None else y + residual.to(y.dtype)
+        rows = self.rows(past.positions, inputs)
+        return mix_rows(inputs, rows, self.bias, residual, past.positions)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -161,13 +160,8 @@ class TriangularConv(nn.Module):
 
 
 class KeyedConv(TriangularConv):
-    """A triangular convolution whose weights are scaled by how well tokens fit: y[i] = bias[i] +
-    sum over j <= i of weight[i, j] * f[i, j] * value[j] in each head. f[i, j] is exp(s[i, j]) over
-    its mean of all j <= i, and s[i, j] is query[i] . key[j] / sqrt(n).
-
-    Where all fit alike, f is 1, and this is a triangular convolution. Without the weight it is
-    attention (arXiv 1706.03762), multiplied by the number of tokens that the query sees.
-    `mixer.ops.keyed_conv` defines the result.
+    """A triangular convolution whose weights are scaled by how well the query of a token fits the
+    keys of others, as `mixer.ops.keyed_conv` defines it.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -287,7 +281,7 @@ class RecurrentConv(TriangularConv):
         return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
 
     def reset_parameters(self) -> None:
-        """As the author has them: variance 2 / context, no decay, no bias."""
+        """Variance 2 / context, as the author has it, no decay and no bias."""
         self._draw()
 
     def _draw(self) -> None:

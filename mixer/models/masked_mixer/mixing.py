@@ -179,9 +179,7 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(query, key, value, **how)
         return y.transpose(1, 2).flatten(2)
 
-    def flops(self, tokens: int) -> int:
-        """As TriangularConv.flops."""
-        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
+    flops = KeyedConv.flops  # which counts the same two products
 
 
 # Which blocks of which configurations have which variant: the first line whose condition holds for
