@@ -128,14 +128,13 @@ def find_nvcc() -> Path:
     """The nvcc of $CUDA_HOME, $PATH, a wheel or /usr/local/cuda, the first that there is. Raises
     UserError where there is none.
     """
-    home, in_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
-    places = ([f"{home}/bin/nvcc"] if home else []) + ([in_path] if in_path else [])
-    # A namespace package: one location for each site-packages.
-    wheels = importlib.util.find_spec("nvidia")
+    home, wheels = os.environ.get("CUDA_HOME"), importlib.util.find_spec("nvidia")
+    places = [home and f"{home}/bin/nvcc", shutil.which("nvcc")]
+    # A namespace package has one location for each site-packages.
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
         places += [f"{folder}/cu13/bin/nvcc", f"{folder}/cuda_nvcc/bin/nvcc"]  # of CUDA 13 and 12
     places.append("/usr/local/cuda/bin/nvcc")
-    found = next((Path(place) for place in places if os.access(place, os.X_OK)), None)
+    found = next((Path(place) for place in places if place and os.access(place, os.X_OK)), None)
     if found is None:
         raise UserError(
             "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "

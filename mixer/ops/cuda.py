@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
-from mixer.ops.plain import shift_channels, tap_shift
+from mixer.ops.plain import seen_by_tap
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
@@ -59,7 +59,7 @@ def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     parts = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
     y = residual
     for tap, part in enumerate(weight.unbind(1)):
-        shifted = shift_channels(parts, tap_shift(tap, taps)).flatten(2)
+        shifted = seen_by_tap(parts, tap, taps).flatten(2)
         y = one_tap(shifted, part, bias if tap == 0 else None, y)[0]
     return y
 

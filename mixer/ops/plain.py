@@ -51,23 +51,16 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3).flatten(2)
 
 
-def shift_channels(x: Tensor, distance: int) -> Tensor:
-    """out[..., c] = x[..., c + distance], zero where c + distance lies outside the head."""
-    width = x.shape[-1]
+def seen_by_tap(x: Tensor, tap: int, taps: int) -> Tensor:
+    """out[..., c] = x[..., c + tap - (taps - 1) // 2], zero outside the head: as in
+    nn.Conv1d(padding="same"), (taps - 1) // 2 of the taps look to the left.
+    """
+    distance = tap - (taps - 1) // 2
     if distance == 0:
         return x
-    if abs(distance) >= width:
+    if abs(distance) >= x.shape[-1]:
         return torch.zeros_like(x)
-    return F.pad(
-        x[..., max(distance, 0) : width + min(distance, 0)], (max(-distance, 0), max(distance, 0))
-    )
-
-
-def tap_shift(tap: int, taps: int) -> int:
-    """By how many channels tap `tap` looks to the right. As in nn.Conv1d(padding="same"),
-    (taps - 1) // 2 of the taps look to the left.
-    """
-    return tap - (taps - 1) // 2
+    return F.pad(x, (-distance, distance))
 
 
 def triangular_conv(
@@ -87,9 +80,9 @@ def triangular_conv(
     heads, taps = weight.shape[:2]
     mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = by_each_head(mask[:, 0], shift_channels(parts, tap_shift(0, taps)))
+    y = by_each_head(mask[:, 0], seen_by_tap(parts, 0, taps))
     for tap in range(1, taps):
-        y = y + by_each_head(mask[:, tap], shift_channels(parts, tap_shift(tap, taps)))
+        y = y + by_each_head(mask[:, tap], seen_by_tap(parts, tap, taps))
     if bias is not None:
         y = y + bias[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
@@ -134,7 +127,7 @@ def mix_rows(
     y = bias[:, positions].transpose(0, 1)[..., None]  # (batch or 1, heads, new, 1)
     y = y.to(products.dtype)
     for tap in range(taps):
-        y = y + shift_channels(products[:, :, tap], tap_shift(tap, taps))
+        y = y + seen_by_tap(products[:, :, tap], tap, taps)
     y = y.transpose(1, 2).flatten(2)
     # Under autocast the residual stream has the autocast type, as y has.
     return y if residual is None else y + residual.to(y.dtype)

@@ -24,9 +24,7 @@ def skip_and_scale(optimizer: torch.optim.Optimizer, device: torch.device) -> tu
 
 # ------------------------------------------------------------------------- Muon
 
-# Matrices that are worked on together. It bounds the memory, and the time to compile functions of
-# so many, which grows by more than the number.
-MATRICES = 16
+MATRICES = 16  # that are worked on together: more need more memory, and far more time to compile
 A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
 # torch.optim.Muon does five. A fifth costs more and trains no better. It would also need a new Gram
 # matrix of X, since rounding errors in G grow from step to step.
@@ -162,11 +160,8 @@ def apply(
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Scales each matrix (..., rows, columns) to Frobenius norm SCALE, in the dtype for the
-    products.
-
-    That is fp16 on a GPU: every GPU multiplies it fast, and it has three bits more than bf16.
-    Gradients can be too small for it, so they are scaled first.
+    """Scales each matrix (..., rows, columns) to Frobenius norm SCALE, which fits fp16. Products
+    are fp16 on a GPU: every GPU multiplies it fast, and it has three bits more than bf16.
     """
     norm = x.square().sum((-2, -1), keepdim=True).sqrt()
     x = x * (SCALE / norm.clamp(min=SMALLEST_NORM))
@@ -218,31 +213,27 @@ class SharedLagsAdamW(torch.optim.AdamW):
     learning rate: their parameters are mixing weights (heads, taps, context, context), not sharded,
     and get the AdamW update of their lags, too.
 
-    A mixing weight W[i, j] gets a gradient from one place of each sample, where a linear layer's
-    weight gets one from every token. A lag's weight a[i - j], shared by all places, hears from all
-    of them. Training V and a with W = V + toeplitz(a) is the same functions, learned faster. As
-    both act through W alone, only the optimizer needs to know: the gradient of a is the sum of W's
-    along each diagonal, and an update of a is added to W along the diagonals. `a` is never kept.
+    A mixing weight W[i, j] gets a gradient from one place of each sample, and so learns slowly. A
+    lag's weight a[i - j] gets one from every place. So W is trained as V + toeplitz(a). As V and a
+    act through W alone, only the optimizer needs to know: the gradient of a is the sum of W's along
+    each diagonal, an update of a is added to W along the diagonals, and `a` is never kept.
 
-    Without weight decay that is the training of V and a, to the last rounding error. Weight decay
-    acts on W, where the reparametrised model would decay V alone, and clipping sees the gradient of
-    W alone.
+    Without weight decay that is the training of V and a, up to rounding. Weight decay acts on W,
+    where the reparametrised model would decay V alone, and clipping sees the gradient of W alone.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
         # before AdamW's own step, which divides the gradients in place
-        sums = {
-            weight: diagonal_sums(weight.grad)
+        lags = [
+            (weight, diagonal_sums(weight.grad), group)
             for group in self.param_groups
             for weight in group["params"]
             if group.get("shared_lags") and weight.grad is not None
-        }
+        ]
         super().step(closure)
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight in sums:
-                    self._move(weight, sums[weight], group)
+        for weight, gradient, group in lags:
+            self._move(weight, gradient, group)
 
     def _move(self, weight: nn.Parameter, gradient: Tensor, group: dict) -> None:
         """Adds AdamW's update (arXiv 1711.05101) of the lags to a weight, or nothing where the step
