@@ -454,7 +454,7 @@ def forward(
     with torch.cuda.device_of(query):
         forward_kernel[grid](
             *(*inputs, *pointers(weights), bias.contiguous(), y, level),
-            *(*steps, *places(weights), bias.shape[1], tokens, scale_of(query, heads)),
+            *(*steps, *places(weights), bias.shape[1], tokens, options["KEYS"] ** -0.5),
             BY_LAG=weights.rest is not None,
             **options,
         )
@@ -473,7 +473,7 @@ def grad_input(
     dy = dy.contiguous()
     dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in inputs)))
     change, sums = (empty(query, level.shape, torch.float32) for _ in range(2))
-    by_lag, scale = weights.rest is not None, scale_of(query, heads)
+    by_lag, scale = weights.rest is not None, (query.shape[-1] // heads) ** -0.5
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
@@ -506,7 +506,7 @@ def grad_weight(
     with torch.cuda.device_of(query):
         grad_weight_kernel[grid](
             *(*inputs, dy.contiguous(), level, dw),
-            *(*steps, batch, context, tokens, scale_of(query, heads)),
+            *(*steps, batch, context, tokens, options["KEYS"] ** -0.5),
             **options,
         )
     return dw
@@ -528,7 +528,7 @@ def grad_lags(
     with torch.cuda.device_of(query):
         grad_lags_kernel[shares, diagonals, heads](
             *(*inputs, dy.contiguous(), level, partial),
-            *(*steps, batch, tokens, scale_of(query, heads)),
+            *(*steps, batch, tokens, options["KEYS"] ** -0.5),
             **options,
         )
         along_diagonals_kernel[shares, triton.cdiv(context, LAGS_AT_ONCE), heads](
@@ -578,10 +578,6 @@ def places(weights: Weights, turned: bool = False) -> tuple[int, int, int]:
     """How far apart the weights of heads are, how long a strip is, and where its lags begin."""
     length = weights.tiles.shape[-1]
     return weights.tiles.stride(0), length, AROUND if turned else length - AROUND
-
-
-def scale_of(query: Tensor, heads: int) -> float:
-    return (query.shape[-1] // heads) ** -0.5
 
 
 def empty(like: Tensor, shape: tuple, dtype: torch.dtype | None = None) -> Tensor:

@@ -247,11 +247,8 @@ def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
     """Writes rows (batch, heads, new, channels of a head) into the memory at positions (batch or 1,
     new).
     """
-    if positions.shape[0] == 1:
-        memory.index_copy_(2, positions[0], rows)
-    else:
-        samples = torch.arange(len(positions), device=positions.device)[:, None]
-        memory[samples, :, positions] = rows.transpose(1, 2)
+    texts = torch.arange(len(rows), device=rows.device)[:, None]
+    memory[texts, :, positions] = rows.transpose(1, 2)
 
 
 def mix_row(

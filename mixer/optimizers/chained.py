@@ -38,9 +38,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def __setstate__(self, state: dict) -> None:
-        """Loading a state, which accelerate does when it prepares an optimizer, makes new
-        objects.
-        """
+        """Loading a state, as accelerate does to prepare an optimizer, makes new objects."""
         super().__setstate__(state)
         self._share()
 
@@ -78,12 +76,10 @@ def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
 
 
 class Guard:
-    """Skips each optimizer step whose gradient is not finite, without waiting for the device.
-
-    The step is skipped on the device: torch's fused AdamW leaves everything as it is where its
-    `found_inf` is 1, which is how GradScaler skips steps too (and does here, with fp16: then
-    `scaled` is true). With `stop_at_first`, all steps after the first such one are skipped too.
-    `look` is the one place that waits, and belongs where the loop waits anyway.
+    """Skips each optimizer step whose gradient is not finite, without waiting for the device: the
+    optimizer leaves everything as it is where its `found_inf` is 1. With fp16 GradScaler does that
+    (`scaled`). With `stop_at_first`, all steps after the first such one are skipped too. `look` is
+    the one place that waits, and belongs where the loop waits anyway.
     """
 
     def __init__(
@@ -110,9 +106,7 @@ class Guard:
 
     def look(self, step: int) -> int:
         """How many steps were skipped since the last look, when `step` is done. Waits for the
-        device.
-
-        Raises NotFinite where the skipped steps must end the run.
+        device. Raises NotFinite where the skipped steps must end the run.
         """
         skipped, in_a_row = torch.stack([self.skipped, self.in_a_row]).tolist()
         self.skipped.zero_()
