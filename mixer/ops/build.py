@@ -5,9 +5,8 @@ on the version of torch. It builds in less than a minute, also on a machine with
 
     python -m mixer.ops.build --arch 9.0
 
-The library is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of
-the architecture and the sources, so a stale library is never loaded. The command builds in any
-case, for example by another compiler.
+It is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of the
+architecture and the sources, so a stale library is never loaded. The command always builds anew.
 """
 
 import hashlib
@@ -34,10 +33,8 @@ HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 
 
 def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool = False) -> Path:
-    """The library for a GPU of this compute capability, built first if the cache has none, or if
-    `rebuild` is set.
-
-    Processes that ask at the same time wait for one of them to build. Raises UserError.
+    """The library for a GPU of this compute capability, built first if the cache has none or if
+    `rebuild` is set. Processes that ask at the same time wait for one of them. Raises UserError.
     """
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY

@@ -1,8 +1,7 @@
 """Keyed mixing: `keyed_conv`, the operator `mixer::keyed_conv` and its autograd formula, and the
 mixing weights as its kernels read them.
 
-The kernels are in keyed_kernels.py. Where they cannot serve, and where nobody has chosen them, the
-same is done in plain PyTorch, which autograd and torch.compile see through.
+The kernels are in keyed_kernels.py. Where they cannot serve, plain PyTorch does the same.
 """
 
 import importlib.util

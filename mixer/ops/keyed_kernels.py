@@ -39,9 +39,7 @@ WIDE_TILES = {
     "grad_lags": (64, 32, 8, 2, None),
 }
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1, None))
-# Programs that are enough to fill a GPU evenly. With fewer block diagonals and heads, texts are
-# shared out among several.
-ENOUGH_PROGRAMS = 2048
+ENOUGH_PROGRAMS = 2048  # to fill a GPU evenly; with fewer diagonals and heads, several share texts
 LAGS_AT_ONCE = 64  # of which a program adds up the gradient
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 PIVOT: tl.constexpr = tl.constexpr(LARGEST_TILE)
@@ -53,9 +51,7 @@ SHIFTED: tl.constexpr = tl.constexpr(SHIFTS)
 
 @triton.jit
 def place():
-    """Which tile, text and head a program has. Texts come first, as all of them read the same
-    weights.
-    """
+    """A program's tile, text and head. Texts come first, as all of them read the same weights."""
     text, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     return tl.program_id(1), text, head
 
@@ -135,8 +131,8 @@ def load_weights(
 
 @triton.jit
 def risen(fall, distance):
-    """2 ** (fall * distance), which is never so large that a product of two overflows. Where it is
-    cut off, the query's number makes the product nothing beside 1.
+    """2 ** (fall * distance), cut off so that a product of two does not overflow: there the query's
+    number makes the product nothing beside 1.
     """
     return tl.exp2(tl.minimum(fall * distance, 60.0))
 

@@ -2,9 +2,8 @@
 lag, W[i, j] = lags[i - j], with one number for each distance of two tokens (arXiv 2605.06683).
 
 `triangular_conv`, `keyed_conv` and `mix_row` have the operators' arguments; `backend` has no
-effect. Arguments are not checked.
-
-This file is copied beside every saved model, so it imports from its own folder alone.
+effect. Arguments are not checked. The file is copied beside every saved model, so it imports
+nothing of this package.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), out then in; bias (heads, context).

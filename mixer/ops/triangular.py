@@ -1,6 +1,5 @@
 """The triangular convolution, of whole texts (`triangular_conv`) and of a new token in generation
-(`mix_row`): errors for arguments that do not fit, and whether our kernels take a call. Plain
-PyTorch does the rest.
+(`mix_row`): argument checks, and whether our kernels take a call or plain PyTorch.
 """
 
 import functools
@@ -136,10 +135,7 @@ def warn_once(message: str) -> None:
 
 def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
     """Whether the kernels of `triangular_conv` take x. Where `auto` leaves a GPU tensor to PyTorch,
-    the log says why, once.
-
-    Raises UserError for backend="cuda" where the kernels cannot run, with what is missing and how
-    to fix it.
+    the log says why, once. Raises UserError for backend="cuda" where the kernels cannot run.
     """
     if backend == "dense" or (backend == "auto" and not x.is_cuda):
         return False
@@ -260,9 +256,8 @@ def launch(memory, x, weight, bias, residual, positions) -> Tensor:
     """`mix_row` by the kernel, for arguments that `kernel_serves` has accepted."""
     batch, heads, length, width = memory.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    given = {"memory": memory, "x": cuda.rows(x), "weight": weight.contiguous()}
-    given |= {"bias": bias.contiguous(), "positions": positions, "y": y}
-    given |= {"residual": residual if residual is None else cuda.rows(residual)}
+    given = {"memory": memory, "x": x, "weight": weight, "bias": bias, "residual": residual}
+    given |= {"positions": positions, "y": y}
     params = cuda.params_of(x, (batch, length, heads * width), heads, **given)
     params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
     params.positions_stride = positions.stride(0) if len(positions) > 1 else 0

@@ -19,22 +19,15 @@ class ChainedOptimizer(torch.optim.Optimizer):
     It has the groups of all of them and one state for all, so that accelerate, GradScaler and
     checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
     guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
-    clipping). Raises ValueError for parts that do not know both.
+    clipping). For parts that do not know both (`_step_supports_amp_scaling`), gradients are divided
+    here, or set to zero, so that NaN never reaches a weight.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        for part in parts:
-            if not getattr(part, "_step_supports_amp_scaling", False):
-                raise ValueError(
-                    f"{type(part).__name__} cannot skip a step whose gradients are not finite; "
-                    "allowed: an optimizer of torch with fused=True, or one that reads found_inf "
-                    "and grad_scale and says so by _step_supports_amp_scaling = True"
-                )
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = list(parts)
-        self.group_counts = [len(part.param_groups) for part in parts]
         self._share()
 
     def __setstate__(self, state: dict) -> None:
@@ -44,25 +37,40 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Gives the parts the groups and the state of the whole: the same objects, not copies."""
-        start = 0
-        for part, count in zip(self.parts, self.group_counts, strict=True):
-            part.param_groups = self.param_groups[start : start + count]
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
-            start += count
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for part in self.parts:
-            part.grad_scale, part.found_inf = scale, found_inf
+            if getattr(part, "_step_supports_amp_scaling", False):
+                part.found_inf = getattr(self, "found_inf", None)
+                part.grad_scale = getattr(self, "grad_scale", None)
+            else:
+                for gradient in gradients_of(part):
+                    skip, scale = skip_and_scale(self, gradient.device)
+                    gradient.div_(scale).masked_fill_(skip > 0, 0)
             part.step()
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def skip_and_scale(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of a step: 1 if it is to change nothing, else 0, and what gradients are divided by."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    scale = getattr(optimizer, "grad_scale", None)
+    skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
+    return skip, torch.ones((), device=device) if scale is None else scale.to(device)
 
 
 def gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """The norm of all gradients, also where they are sharded over the processes."""
-    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-    gradients = [weight.grad for weight in parameters if weight.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm(gradients_of(optimizer))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

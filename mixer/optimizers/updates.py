@@ -12,17 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixer.ops.plain import diagonal_sums, toeplitz
-
-
-def skip_and_scale(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of a step: 1 if it is to change nothing, else 0, and what gradients are divided by."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    scale = getattr(optimizer, "grad_scale", None)
-    skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
-    return skip, torch.ones((), device=device) if scale is None else scale.to(device)
-
-
-# ------------------------------------------------------------------------- Muon
+from mixer.optimizers.chained import skip_and_scale
 
 MATRICES = 16  # that are worked on together: more need more memory, and far more time to compile
 A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
@@ -137,10 +127,7 @@ def directions(
     scale: Tensor,
 ) -> Tensor:
     """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
-    columns).
-
-    skip: 0 or 1 on the device; with 1 the gradients, which may not be finite, are not used. scale:
-    what gradients are divided by, a scalar.
+    columns). skip and scale: of skip_and_scale; gradients that are skipped may not be finite.
     """
     found = []
     for gradient, buffer in zip(gradients, momenta, strict=True):

@@ -190,6 +190,10 @@ def test_a_skipped_step_changes_nothing():
         assert torch.equal(a, b)
 
 
-def test_an_optimizer_that_cannot_skip_a_step_is_refused():
-    with pytest.raises(ValueError, match="SGD cannot skip a step .*; allowed: .* fused=True"):
-        ChainedOptimizer([torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)])
+def test_nan_never_reaches_a_weight_by_an_optimizer_that_cannot_skip():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = ChainedOptimizer([torch.optim.SGD([parameter], lr=0.1, momentum=0.9)])
+    parameter.grad = torch.full((3,), float("nan"))
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), torch.ones(3))

@@ -147,9 +147,8 @@ def shape_problems(options: MixerOptions) -> list[str]:
 
 
 class MaskedMixerConfig(PreTrainedConfig):
-    """The configuration of a masked mixer: any of the fields of ModelOptions, above, and what
-    transformers' PreTrainedConfig takes. Raises ValueError for values that are not allowed, or not
-    together.
+    """The configuration of a masked mixer: fields of ModelOptions, and what PreTrainedConfig takes.
+    Raises ValueError for values that are not allowed, or not together.
     """
 
     model_type = "masked_mixer"

@@ -17,10 +17,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "Mask
 
 
 class InTransformersLoops(GenerationMixin):
-    """A masked mixer in `generate()` and in the Trainer.
-
-    The Trainer gives each micro-batch of a step num_items_in_batch, the number of labels in all of
-    them. As it ignores attention_mask, it would also count the first token after padding on the
+    """The Trainer gives each micro-batch of a step num_items_in_batch, the number of labels in all
+    of them. As it ignores attention_mask, it would also count the first token after padding on the
     left, which nothing predicts.
     """
 

@@ -1,9 +1,8 @@
 """Token mixing: what a masked mixer has in place of attention (arXiv 2409.01482, section 2).
 
-A block calls a variant of it as mixing(x, residual, past), for residual + mix(x), each (batch,
-tokens, channels). The variants are built around convolutions, to which they pass `past`, and
-`VARIANTS` chooses between them. A new one is one class here, a line in VARIANTS and a field of
-MixerOptions in configuration.py.
+A block calls a variant as mixing(x, residual, past), for residual + mix(x), each (batch, tokens,
+channels). Variants are built around convolutions, to which they pass `past`. A new one is a class
+here, a line in VARIANTS and a field of MixerOptions: docs/add_a_mixing_variant.md.
 """
 
 import math
@@ -41,9 +40,9 @@ def convolution(config: MaskedMixerConfig, heads: int | None = None) -> Triangul
 
 class Flat(nn.Module):
     """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
-    is the paper's flat mixer. Several heads mix their own channels between two projections, laid
-    out head after head; without mixer_projections nothing but the MLP connects the heads. Between
-    blocks of keyed mixing it never has projections, and with mixer_projections one head.
+    is the paper's flat mixer. Several heads mix their own channels between two projections; without
+    mixer_projections nothing but the MLP connects the heads. Between blocks of keyed mixing it has
+    no projections, and with mixer_projections one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -72,9 +71,9 @@ class Flat(nn.Module):
 
 class Gated(nn.Module):
     """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
-    channel by channel, what it offers to others and what it takes of them. As in Hyena with two
-    gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052), but for the convolution. in_proj
-    holds the projections: queries, keys, values, each laid out head after head.
+    channel by channel, what it offers to others and what it takes of them. Apart from the
+    convolution, Hyena with two gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052) do so.
+    in_proj holds the projections: queries, keys, values, each laid out head after head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -182,8 +181,7 @@ class Attention(nn.Module):
     flops = KeyedConv.flops  # which counts the same two products
 
 
-# Which blocks of which configurations have which variant: the first line whose condition holds for
-# the configuration and the number of the block, from 0 on, decides.
+# The first line whose condition holds for a configuration and the number of a block, from 0 on.
 VARIANTS = [
     (lambda c, block: c.mixer_key_size > 0 and (block + 1) % c.mixer_keyed_every == 0, Keyed),
     (lambda c, block: c.mixer_gate, Gated),
@@ -192,7 +190,7 @@ VARIANTS = [
 
 
 def mixing_class(config: MaskedMixerConfig, block: int) -> type[nn.Module]:
-    """The variant of token mixing that a configuration asks for in a block."""
+    """The variant in a block."""
     return next(variant for holds, variant in VARIANTS if holds(config, block))
 
 

@@ -4,12 +4,9 @@ A block is that of a transformer with a learned triangular convolution in place 
 
     x = x + mix(LN(x));  x = x + MLP(LN(x))
 
-In the flat mixer, token i gets mix(x)[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], with
-one learned weight (context, context) for all channels: see TriangularConv in convolution.py, and
-mixing.py for what stands around it in other mixers.
-
-There is no position embedding, because the mixing weight has a number for every pair of positions.
-There is no norm after the last block unless `final_norm` is set, and lm_head has no bias.
+In the flat mixer, mix(x)[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], with one learned
+weight (context, context) for all channels; mixing.py has the others. There is no position
+embedding, because the mixing weight has a number for every pair of positions.
 """
 
 import math
@@ -38,8 +35,7 @@ SMALL_EMBEDDING = 0.05
 class MLP(nn.Module):
     """Two linear layers with a nonlinearity between, on each token by itself."""
 
-    # Set by training to save memory: backward computes the nonlinearity again, and its output is
-    # not kept.
+    # Set by training to save memory: the nonlinearity's output is computed again in backward.
     recompute_activation = False
 
     def __init__(self, config: MaskedMixerConfig):
@@ -91,9 +87,7 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Each layer gets the author's initial weights, so that runs of the two can be compared:
-        PyTorch's own defaults, or those of kaiming_init.
-        """
+        """The author's initial weights: PyTorch's own defaults, or those of kaiming_init."""
         zero_init, kaiming_init = self.config.zero_init, self.config.kaiming_init
         if isinstance(module, TriangularConv):
             module.reset_parameters()
@@ -121,10 +115,8 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
 
 class Places:
-    """Where the new tokens of a batch stand, from an attention mask (batch, past + new) of 1 for a
-    token and 0 for padding; None for no padding.
-
-    The model works on `gather(input_ids)`: the tokens of each text at the front, and padding behind
+    """Where the new tokens of a batch stand, by an attention mask (batch, past + new) or None. The
+    model works on `gather(input_ids)`: the tokens of each text at the front, and padding behind
     them, where no token can see it. `restore` puts the results back into the input's columns. A
     padded place gets the result of the last token before it, so that the last column, which
     `generate` reads, has the prediction of every text, whichever side is padded. Before the first
