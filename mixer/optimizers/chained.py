@@ -127,8 +127,8 @@ class Guard:
                 advice = "set train.mixed_precision=bf16 or no"
             raise NotFinite(
                 f"the gradient of step {step - in_a_row + 1} is not finite, and {in_a_row} steps "
-                f"in a row were skipped, up to step {step}; allowed: fewer than {allowed}. They "
-                f"did not change the weights: {advice} and run the same command again, which goes "
-                "on from the last checkpoint"
+                f"in a row were skipped, up to step {step}; allowed: at most {allowed - 1}. "
+                f"They did not change the weights: {advice} and run the same command again, which "
+                "goes on from the last checkpoint"
             )
         return skipped
