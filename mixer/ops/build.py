@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +29,6 @@ SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libmixer_kernels.so"
 LOG = "build.log"
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
-COMPILE_FLAGS += ["--threads=0"]  # several sources at once, on all cores
 HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 
 
@@ -83,15 +83,15 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
     print(said, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
+    work = directory / "objects"
+    work.mkdir()
     units = [
         unit
         for unit in sorted(sources.glob("*.cu"))
         if HOPPER_FLAG in flags or not unit.name.startswith("hopper")
     ]
-    # The CUDA runtime is linked in: no libcudart has to be found later. The nvcc wheel keeps it in
-    # lib, where its own profile says lib64.
-    linked = ["-shared", "-cudart=static", f"-L{nvcc.parent.parent / 'lib'}"]
-    command = [nvcc, *COMPILE_FLAGS, *flags, *linked, *units, "-o", directory / LIBRARY]
+    (work / "build.ninja").write_text(ninja_file(units, nvcc, flags))
+    command = [sys.executable, "-m", "ninja", "--quiet", "-C", work]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     printed = done.stdout.decode(errors="replace")
     if done.returncode:
@@ -101,7 +101,30 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
             "Use a CUDA toolkit that knows this GPU (for compute capability 7.0 the last is 12.9): "
             "`export CUDA_HOME=/path/to/cuda`."
         )
+    shutil.rmtree(work)
     (directory / LOG).write_text(printed)
+
+
+def ninja_file(units: list[Path], nvcc: Path, flags: list[str]) -> str:
+    """How to make an object of each unit, and the library of all objects, one folder above."""
+
+    def command(*arguments: str) -> str:
+        return shlex.join([str(nvcc), *arguments]).replace("$", "$$") + " $in -o $out"
+
+    # The CUDA runtime is linked in: no libcudart has to be found later. The nvcc wheel keeps it in
+    # lib, where its own profile says lib64.
+    linked = ["-shared", "-cudart=static", flags[-1], f"-L{nvcc.parent.parent / 'lib'}"]
+    lines = [
+        "rule compile",
+        f"  command = {command(*COMPILE_FLAGS, *flags, '-c')}",
+        "rule link",
+        f"  command = {command(*linked)}",
+        f"build ../{LIBRARY}: link {' '.join(f'{unit.stem}.o' for unit in units)}",
+    ]
+    for unit in units:
+        path = re.sub("([$ :])", r"$\1", str(unit))  # what ends a name
+        lines.append(f"build {unit.stem}.o: compile {path}")
+    return "\n".join([*lines, ""])
 
 
 def architecture_flags(capability: tuple[int, int]) -> list[str]:

@@ -17,7 +17,7 @@ def resolve(*what: str) -> subprocess.CompletedProcess:
     """The packages that uv finds for Python 3.11 on Ubuntu 22.04."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", *what]
     command += ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_35"]
-    return subprocess.run(command, cwd=ROOT, input="numpy", capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, input="ninja", capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
