@@ -12,7 +12,7 @@ import warnings
 import torch
 
 from mixer.common.errors import command_parser, run_command
-from mixer.ops import choice
+from mixer.ops import cuda
 from mixer.ops.build import dotted
 from mixer.reporting.text import wrapped
 
@@ -52,7 +52,7 @@ def blindness() -> Problem | None:
 def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> Problem | None:
     """What keeps a GPU from running the kernels, if anything does."""
     try:
-        reason = choice.device_reason(index)
+        reason = cuda.device_reason(index)
     except Exception as error:  # whatever a broken GPU makes of it is what we came for
         reason = str(error)
     if reason is None:

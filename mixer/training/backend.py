@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from mixer.common.errors import first_line
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, RecurrentConv, TriangularConv
-from mixer.ops.choice import difference
+from mixer.ops.triangular import difference
 from mixer.training.config import RunConfig
 
 TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
