@@ -1,10 +1,12 @@
-"""Checkpoints converted from and to the reference implementation of masked mixers, with its logits.
+"""Checkpoints converted, with the same logits: from and to the reference implementation of masked
+mixers, and to full mixing weights.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
+    python -m mixer.convert DIR --output DIR --mixing-weight full
 
 The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
-second writes such weights.
+second writes such weights. The third is for mixing weights by lag and recurrent ones.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
 the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
@@ -20,8 +22,9 @@ from mixer.checkpoints import pretrained
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
-from mixer.data.tokenizer import existing_tokenizer
+from mixer.data.tokenizer import existing_tokenizer, read_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
+from mixer.models.masked_mixer.convolution import TriangularConv
 
 
 def convert(source: Path, output: Path, named: str | None, mixing: str | None = None) -> None:
@@ -53,6 +56,21 @@ def convert_back(source: Path, output: Path) -> None:
     print(f"wrote {output}")
 
 
+def convert_to_full(source: Path, output: Path) -> None:
+    """Writes the model and tokenizer of a checkpoint with full mixing weights."""
+    check_new(output)
+    model = pretrained.load_masked_mixer(source)
+    about = model.config.to_dict() | {"mixing_weight": "full", "mixing_decay": False}
+    full = type(model)(type(model.config)(**about))
+    full.load_state_dict(model.state_dict(), strict=False)  # other mixing weights have other names
+    for conv, taken in zip(model.modules(), full.modules(), strict=True):
+        if isinstance(conv, TriangularConv):
+            taken.set_mixing_weight(conv.mixing_weight())
+    has_tokenizer = (source / "tokenizer_config.json").exists()
+    tokenizer = read_tokenizer(str(source)) if has_tokenizer else None
+    pretrained.write_new(output, full, tokenizer, source)
+
+
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
@@ -64,9 +82,12 @@ def main() -> None:
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, to save with it")
     one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
+    one.add_argument("--mixing-weight", choices=["full"], help="from a checkpoint to another one")
     add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
-    if options.back:
+    if options.mixing_weight:
+        convert_to_full(options.source, options.output)
+    elif options.back:
         convert_back(options.source, options.output)
     else:
         convert(options.source, options.output, options.tokenizer, options.mixing)

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mixer.checkpoints.reference_format import from_reference, to_reference
 from mixer.common.errors import UserError
-from mixer.convert import convert, convert_back, main
+from mixer.convert import convert, convert_back, convert_to_full, main
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
+from mixer.models.masked_mixer.convolution import LagConv
 
 
 @pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
@@ -54,6 +55,21 @@ def test_a_tied_weight_that_was_saved_once_is_found(tmp_path, kept):
     convert(tmp_path / "model.safetensors", tmp_path / "new", None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     torch.testing.assert_close(model(tokens()).logits, reference(tokens()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["lags", "keyed-lags", "keyed-parts", "rows", "columns", "rows-and-columns"]
+)
+def test_any_mixing_weight_becomes_a_full_one_without_a_change(kind, tmp_path):
+    model, ids = lively_model(**MIXINGS[kind]), tokens()
+    for conv in model.modules():
+        if isinstance(conv, LagConv):
+            conv.lags.data.normal_()
+    model.save_pretrained(tmp_path / "some")
+    convert_to_full(tmp_path / "some", tmp_path / "full")
+    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    assert full.config.mixing_weight == "full"
+    torch.testing.assert_close(full(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_file_does_not_say_is_said(tmp_path, capsys):
