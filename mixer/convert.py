@@ -66,9 +66,8 @@ def convert_to_full(source: Path, output: Path) -> None:
     for conv, taken in zip(model.modules(), full.modules(), strict=True):
         if isinstance(conv, TriangularConv):
             taken.set_mixing_weight(conv.mixing_weight())
-    has_tokenizer = (source / "tokenizer_config.json").exists()
-    tokenizer = read_tokenizer(str(source)) if has_tokenizer else None
-    pretrained.write_new(output, full, tokenizer, source)
+    has_one = (source / "tokenizer_config.json").exists()
+    pretrained.write_new(output, full, read_tokenizer(str(source)) if has_one else None, source)
 
 
 def main() -> None:
