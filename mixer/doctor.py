@@ -30,11 +30,9 @@ REMEDIES = {
     "": "nvidia-smi",  # which says what the driver sees
 }
 
-Problem = tuple[str, str]  # what is wrong, and one command that mends it
 
-
-def blindness() -> Problem | None:
-    """Why torch sees no GPU, if it sees none."""
+def blindness() -> tuple[str, str] | None:
+    """Why torch sees no GPU, if it sees none, and one command that mends it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the error says the same
@@ -49,8 +47,8 @@ def blindness() -> Problem | None:
     return f"torch {torch.__version__} sees no GPU: {said}", fix
 
 
-def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> Problem | None:
-    """What keeps a GPU from running the kernels, if anything does."""
+def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str, str] | None:
+    """What keeps a GPU from running the kernels, if anything does, and a command that mends it."""
     try:
         reason = cuda.device_reason(index)
     except Exception as error:  # whatever a broken GPU makes of it is what we came for

@@ -88,8 +88,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: Tokenizer) -> Text
     if options.first_token == "eos":
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")
-        first = [tokenizer.eos_token_id]
-        text.streams = [np.concatenate((first, tokens)) for tokens in text.streams]
+        text.streams = [np.insert(tokens, 0, tokenizer.eos_token_id) for tokens in text.streams]
     if all(len(tokens) < 2 for tokens in text.streams):
         raise UserError(f"{text.name} is shorter than 2 tokens: give a longer text")
     most, kept, count = options.max_tokens, [], 0
