@@ -1,10 +1,14 @@
-"""Checkpoints converted from and to the reference implementation of masked mixers, with its logits.
+"""Checkpoints converted: from and to the reference implementation of masked mixers, with its
+logits, and between the two forms of a mixing weight.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
+    python -m mixer.convert DIR --output DIR --mixing-weight lags
 
 The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
-second writes such weights.
+second writes such weights. The third gives each mixing weight one number for each distance of
+tokens, the mean of its diagonal, and says how far the weights were from having one. `full` is the
+way back, which changes nothing.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
 the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
@@ -21,7 +25,9 @@ from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_wei
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
 from mixer.data.tokenizer import existing_tokenizer
-from mixer.models.masked_mixer.configuration import RECURRENT
+from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
+from mixer.models.masked_mixer.convolution import TriangularConv
+from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 
 def convert(source: Path, output: Path, named: str | None, mixing: str | None = None) -> None:
@@ -53,20 +59,50 @@ def convert_back(source: Path, output: Path) -> None:
     print(f"wrote {output}")
 
 
+def convert_mixing(source: Path, output: Path, form: str) -> None:
+    """Writes the model and tokenizer of a checkpoint with mixing weights of another form, full or
+    lags.
+    """
+    check_new(output)
+    model = pretrained.load_masked_mixer(source)
+    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
+    if model.config.mixer_key_size:
+        about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
+    other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
+    given, taken = (
+        {name: part for name, part in of.named_modules() if isinstance(part, TriangularConv)}
+        for of in (model, other)
+    )
+    kept = {n: x for n, x in model.state_dict().items() if n.rpartition(".")[0] not in given}
+    other.load_state_dict(kept, strict=False)
+    changes = []
+    for name, conv in given.items():
+        weight = conv.mixing_weight().detach().tril()
+        taken[name].set_mixing_weight(weight)
+        taken[name].bias.data.copy_(conv.bias)
+        change = taken[name].mixing_weight().detach().tril() - weight
+        changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
+    has_tokenizer = (source / "tokenizer_config.json").exists()
+    tokenizer = existing_tokenizer(str(source)) if has_tokenizer else None
+    pretrained.write_new(output, other, tokenizer, source)
+    mean, most = sum(changes) / max(1, len(changes)), max(changes, default=0.0)
+    print(f"mixing weights changed by {mean:.2%} of their norm in the mean, at most {most:.2%}")
+
+
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
-    add(
-        "source",
-        type=pretrained.settled,
-        help="the author's file; with --back a checkpoint",
-    )
+    add("source", type=pretrained.settled, help="the author's .safetensors file, or a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, to save with it")
     one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
+    how = "from a checkpoint to one with mixing weights of this form"
+    one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
     add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
-    if options.back:
+    if options.mixing_weight:
+        convert_mixing(options.source, options.output, options.mixing_weight)
+    elif options.back:
         convert_back(options.source, options.output)
     else:
         convert(options.source, options.output, options.tokenizer, options.mixing)

@@ -94,14 +94,19 @@ def weight_types(directory: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------- loading, and writing
 
 
-def load_checkpoint(directory: Path, device: torch.device) -> tuple[PreTrainedModel, Tokenizer]:
+def load_checkpoint(
+    directory: Path, device: torch.device, backend: str = ""
+) -> tuple[PreTrainedModel, Tokenizer]:
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
-    Raises UserError if the directory is incomplete or damaged, if transformers does not know the
-    model as a causal language model, and if the tokenizer is another model's.
+    backend: the mixing backend of a masked mixer; empty: what the checkpoint says. Raises UserError
+    if the directory is incomplete or damaged, if transformers does not know the model as a causal
+    language model, and if the tokenizer is another model's.
     """
     check_checkpoint(directory)
     config, tokenizer = load_model_config(directory), read_tokenizer(str(directory))
+    if backend and isinstance(config, MaskedMixerConfig):
+        config.mixing_backend = backend
     vocab_size = config.get_text_config().vocab_size
     if vocab_size > vocabulary_size(tokenizer):  # ids beyond the model's are refused in texts
         check_vocabulary(tokenizer, vocab_size, f"the tokenizer in {directory}")

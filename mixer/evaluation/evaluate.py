@@ -133,7 +133,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 
 def _evaluate(options: EvalOptions, place: Place) -> dict:
     directory, (device, _, processes) = Path(options.checkpoint), place
-    model, tokenizer = load_checkpoint(directory, device)
+    model, tokenizer = load_checkpoint(directory, device, options.backend)
     found = describe_model(directory, model, tokenizer)  # before a window extends its context
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False

@@ -14,6 +14,7 @@ from texts import quiet
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from mixer.common.errors import UserError
+from mixer.convert import convert_mixing
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.prepared import PairFile
@@ -219,8 +220,9 @@ def test_a_language_model_learns_to_find_partners_and_others_load_it(
     assert "top1 of 32" in capsys.readouterr().out
     saved = [checkpoint]
     if architecture == "masked_mixer":
-        saved.append(tmp_path / "exported")
+        saved += [tmp_path / "exported", tmp_path / "converted"]
         export(checkpoint, saved[1], "apache-2.0")
+        convert_mixing(checkpoint, saved[2], "lags")
     for directory in saved:
         assert_transformers_has_the_same_vectors(directory)
     pytest.importorskip("sentence_transformers")
