@@ -21,8 +21,8 @@ from mixer.common.hardware import hardware
 from mixer.common.parsing import read_json
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
+from mixer.data.config import Manifest
 from mixer.data.prepare import open_data
-from mixer.data.prepared import Manifest
 from mixer.reporting.metrics_file import read_metrics
 from mixer.training.config import load_config
 from mixer.training.loop import train

@@ -2,7 +2,13 @@
 documents become token files, a tokenizer and a manifest.
 
 A directory of prepared data appears when it is complete, so a process that is killed leaves nothing
-that could be taken for prepared data.
+that could be taken for prepared data. It holds
+
+train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
+train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
+validation.bin, validation.docs.bin
+tokenizer/        what AutoTokenizer.from_pretrained reads
+manifest.json     settings, counts and hashes
 """
 
 import gc
@@ -24,26 +30,23 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError, end_with_parent
-from mixer.common.files import STAGE, sha256, whole_directory
+from mixer.common.files import sha256, whole_directory
 from mixer.data import tokenizer as tokenizing
-from mixer.data.batches import Samples
-from mixer.data.config import TASKS, DataConfig, check, unused_options, without_unused
-from mixer.data.prepared import SPLITS, Manifest, PairFile, TokenFile
+from mixer.data.config import (
+    SPLITS,
+    TASKS,
+    DataConfig,
+    Manifest,
+    check,
+    existing_data,
+    recorded_settings,
+)
+from mixer.data.samples import PairFile, Samples, TokenFile
 from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
 from mixer.data.tasks import open_task
 
-NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
-# Settings that data prepared by earlier versions does not have. They are recorded only where they
-# are set, so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = (
-    *("validation_path", "validation_split", "validation_documents"),
-    *("cut", "pairs", "pair_field"),
-)
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last document
 REPORT_SECONDS = 5.0
-
-
-# --- the data of a run -------------------------------------------------------
 
 
 @dataclass
@@ -85,44 +88,10 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     """
     check(config)
     # Prepared data can be used where nothing can be written, so it takes no lock.
-    if (manifest := _existing(config)) is not None:
+    if (manifest := existing_data(config)) is not None:
         return manifest
     with whole_directory(Path(config.directory).absolute()) as stage:
-        return _existing(config) or _write(config, stage, say)
-
-
-def _existing(config: DataConfig) -> Manifest | None:
-    """The manifest of `config.directory`, of data with these settings; None if nothing is there."""
-    directory = Path(config.directory)
-    if not (directory / "manifest.json").is_file():
-        others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
-        if directory.is_file() or any(others):
-            raise UserError(
-                f"data.directory {directory} exists and holds other files, no prepared data; "
-                "choose another data.directory"
-            )
-        return None
-    manifest = Manifest.load(directory)
-    wanted, found = _settings(config), manifest.settings
-    changed = "".join(
-        f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
-        for name in sorted((wanted | found).keys() - unused_options(config))
-        if found.get(name) != wanted.get(name)
-    )
-    if changed:
-        raise UserError(
-            f"data.directory {directory} was prepared with other settings:\n{changed}"
-            "Choose another one, set these back, or delete it to prepare it anew"
-        )
-    manifest.verify(directory)
-    return manifest
-
-
-def _settings(config: DataConfig) -> dict:
-    """What the manifest records: the settings that decide what is written."""
-    settings = asdict(without_unused(config)).items()
-    left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
-    return {name: value for name, value in settings if name not in left_out}
+        return existing_data(config) or _write(config, stage, say)
 
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
@@ -150,7 +119,7 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
         "tokenizer_sha256": hashes["tokenizer.json"],
         "tokenizer_files": hashes,
         "tokenizer_loses": loses,
-        "settings": _settings(config),
+        "settings": recorded_settings(config),
         "splits": _write_tokens(batches, encode, config.workers, directory, say),
     }
     manifest = Manifest.of(values)

@@ -18,9 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
-from mixer.data.batches import Batch, hash_number, mixed
-from mixer.data.config import DataConfig, check
-from mixer.data.prepared import Manifest, SplitManifest
+from mixer.data.config import DataConfig, Manifest, SplitManifest, check
+from mixer.data.samples import Batch, hash_number, mixed
 from mixer.data.tokenizer import END_OF_TEXT
 
 SAMPLES = {"train": 2**32, "validation": 2048}

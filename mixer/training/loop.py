@@ -14,8 +14,8 @@ from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
-from mixer.data.batches import Batches, SampleOrder, Share, to_device
 from mixer.data.prepare import open_data
+from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.optimizers.chained import Guard, clip, gradient_norm
 from mixer.training.config import RunConfig
@@ -73,13 +73,12 @@ class Trainer:
         world.say(banner(run, state, samples, memory, world))
 
         train, checkpoint = run.train, run.checkpoint
-        self.share = Share(
-            train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
-        )
-        # Of all processes; as many are targets, where rows are not padded, or part of a pair.
-        self.step_tokens = self.share.step_samples * run.sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
-        self.batches = Batches(data.training, order, self.share, self.counters.samples, pin)
+        sizes = train.gradient_accumulation_steps, train.batch_size
+        place, position = (world.rank, world.size), self.counters.samples
+        self.batches = Batches(data.training, order, sizes, place, position, pin)
+        # Of all processes; as many are targets, where rows are not padded, or part of a pair.
+        self.step_tokens = self.batches.step_samples * run.sample_tokens
         keep, keep_every, tokenizer = checkpoint.keep, checkpoint.keep_every, data.tokenizer
         self.writer = CheckpointWriter(
             run.directory, keep, keep_every, world, self.model, tokenizer, run.is_contrastive
@@ -139,7 +138,7 @@ class Trainer:
         self.accelerated.zero_grad(set_to_none=True)
 
         counters.step += 1
-        counters.samples += self.share.step_samples
+        counters.samples += self.batches.step_samples
         self.uncounted += step_targets
 
     def between_steps(self) -> bool:

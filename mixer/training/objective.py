@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from transformers import PreTrainedModel
 
-from mixer.data.batches import to_device
 from mixer.data.config import TASKS
 from mixer.data.prepare import Data
+from mixer.data.samples import to_device
 from mixer.distributed.world import World
 from mixer.models.retrieval import MOST_PAIRS, info_nce, pair_vectors, text_vectors, top1
 from mixer.training.config import RunConfig

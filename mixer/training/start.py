@@ -21,9 +21,8 @@ from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
 from mixer.common.parsing import as_yaml
-from mixer.data.config import unused_options
+from mixer.data.config import Manifest, unused_options
 from mixer.data.prepare import Data
-from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend

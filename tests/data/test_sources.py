@@ -26,9 +26,8 @@ from texts import (
 import mixer
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, Manifest
 from mixer.data.prepare import Corpus, prepare
-from mixer.data.prepared import Manifest
 from mixer.training.config import load_config
 
 

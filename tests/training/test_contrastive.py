@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
-from mixer.data.prepared import PairFile
+from mixer.data.samples import PairFile
 from mixer.data.tokenizer import load_tokenizer
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 from mixer.export import export

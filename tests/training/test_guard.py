@@ -26,7 +26,7 @@ def bad_loss_at() -> None:
 
     def at(batches, position):
         made = real_at(batches, position)
-        if is_bad_process and position // batches.share.step_samples + 1 in steps:
+        if is_bad_process and position // batches.step_samples + 1 in steps:
             made[0][0][0, 0] = mark
         return made
 
