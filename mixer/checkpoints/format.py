@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from mixer.common.errors import Say, UserError
-from mixer.common.files import has_sha256, if_supported, publish, sha256
-from mixer.common.parsing import NONE, read_json
+from mixer.common.files import has_sha256, if_supported, publish, read_json, sha256
 
 FORMAT = 2
 STATE = "trainer_state"
@@ -48,7 +47,7 @@ OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
 # Entries of trainer.json that every command reads, and those that only a resume needs.
 READ = {"step": int, "tokens": int, "data_directory": str}
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
-RESUMED |= {"scaler": (dict, NONE), "wandb_id": (str, NONE)}
+RESUMED |= {"scaler": dict | None, "wandb_id": str | None}
 REMEDY = "copy the checkpoint again, or give another one"
 # Files that nothing loads, and that may be added to a checkpoint.
 UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")

@@ -19,8 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.format import REMEDY, STATE, damage
 from mixer.common.errors import UserError, first_line
+from mixer.common.files import read_json
 from mixer.common.hardware import is_out_of_memory
-from mixer.common.parsing import read_json
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM

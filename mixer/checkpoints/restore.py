@@ -16,7 +16,7 @@ from mixer.checkpoints.format import FORMAT, REMEDY, RESUMED, STATE, TRAINER, re
 from mixer.checkpoints.pretrained import load_checkpoint, load_model_config, settled
 from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
-from mixer.common.parsing import read_json
+from mixer.common.files import read_json
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 

@@ -104,27 +104,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or lacks or isinstance(error, MemoryError)
 
 
-def out_of_memory(device: torch.device, what: str, sizes: str, remedy: str) -> UserError:
-    """The error to end with in place of one that `is_out_of_memory`.
-
-    what: was being done; sizes: what decides how much memory that takes; remedy: what to lower.
-    """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the host's memory"
-    return UserError(
-        f"out of memory on {device} ({name}, {memory_limit(device) / 2**30:.1f} GiB) while {what}: "
-        f"the peak was {peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
-    )
-
-
 @contextmanager
 def memory_for(device: torch.device, what: str, sizes: str, remedy: str) -> Iterator[None]:
-    """Raises the UserError of `out_of_memory` where what is done inside runs out of it."""
+    """Raises UserError where what is done inside runs out of memory.
+
+    what: is being done; sizes: what decides how much memory that takes; remedy: what to lower.
+    """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(device, what, sizes, remedy) from None
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the host's memory"
+        raise UserError(
+            f"out of memory on {device} ({name}, {memory_limit(device) / 2**30:.1f} GiB) while "
+            f"{what}: the peak was {peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
+        ) from None
 
 
 # The root of the checkout, or the directory that the package is installed into.

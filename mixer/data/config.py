@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mixer.common.errors import Say, UserError, say_on_stderr
-from mixer.common.files import STAGE, has_sha256
+from mixer.common.files import STAGE, has_sha256, read_json
 from mixer.common.options import option, option_problems
-from mixer.common.parsing import read_json
 
 SPLITS = ("train", "validation")
 FILE_SOURCES = ("text", "jsonl", "parquet")

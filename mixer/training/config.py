@@ -4,6 +4,7 @@ problems in one report.
 
 import difflib
 import json
+import re
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ import yaml
 
 from mixer.common.errors import UserError
 from mixer.common.options import allowed_values, as_type, option, option_problems, type_name
-from mixer.common.parsing import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.optim import OptimConfig
@@ -268,3 +268,80 @@ def _value_problems(run: RunConfig) -> list[str]:
         ),
     ]
     return problems + [text for holds, text in clashes if holds]
+
+
+# --- YAML --------------------------------------------------------------------
+
+# The scalars of YAML 1.2's core schema, by tag. PyYAML follows YAML 1.1, where 5e-4 is text, `no`
+# is false, 010 is 8 and 1:30 is 90.
+CORE = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][\d_]*)",
+    "float": r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))"
+    r"|\.(nan|NaN|NAN)",
+    "merge": "<<",
+}
+
+
+class Loader(yaml.SafeLoader):
+    """Reads the core schema of YAML 1.2. A key that is given twice is an error."""
+
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node, deep=False):
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_document(self, node):
+        self.deep_construct = True  # refuses what contains itself, such as &a [*a]
+        return super().construct_document(node)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
+
+
+for tag, pattern in CORE.items():
+    for kind in (Loader, Dumper):
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises yaml.YAMLError for every text that has none."""
+    try:
+        return yaml.load(text, Loader=Loader)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
+        raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
+
+
+def as_yaml(value: Any) -> str:
+    """The YAML text of a value, with its keys in their order."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(path: str | Path) -> dict:
+    """The sections of a configuration file. Raises UserError for a file that is missing, not YAML,
+    or not a mapping.
+    """
+    try:
+        given = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = list(Path(path).parent.glob("*.yaml")) or list(Path("configs").glob("*.yaml"))
+        names = ", ".join(sorted(map(str, near))) or "none"
+        raise UserError(f"no configuration file {path}; there are: {names}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {error}") from None
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise UserError(
+            f"{path} holds a {type(given).__name__}; it must hold sections with keys, see configs/"
+        )
+    return given

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
-from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
+from mixer.common.hardware import check_precision, memory_for
 from mixer.data.prepare import open_data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.optimizers.chained import Guard, clip, gradient_norm
 from mixer.training.config import RunConfig
-from mixer.training.metrics import Metrics, Timer, as_text, in_json
-from mixer.training.objective import useful_flops, validate
+from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
+from mixer.training.passes import useful_flops
 from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
 
 
@@ -230,19 +230,17 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
     several processes any error ends this one.
     """
+    sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
+    listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
     try:
-        yield
+        with memory_for(accelerator.device, f"training {run.directory}", listed, LESS_MEMORY):
+            yield
     except BaseException as error:
-        if is_out_of_memory(error):
-            sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-            listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
-            listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
-            what = f"training {run.directory}"
-            error = out_of_memory(accelerator.device, what, listed, LESS_MEMORY)
-        elif isinstance(error, OSError):
+        if isinstance(error, OSError):
             error = UserError(
-                f"the run in {run.directory} has ended: {error}; mend that (make space, give "
-                "access), then give the same command again: it goes on from the last save, if any"
+                f"the run in {run.directory} has ended: {error}; when that is mended, the same "
+                "command goes on from the last save, if any"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)

@@ -20,23 +20,22 @@ from mixer.checkpoints.format import earlier_settings, find_resume, remove_parti
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
-from mixer.common.parsing import as_yaml
 from mixer.data.config import Manifest, unused_options
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
-from mixer.training.compile import (
+from mixer.training.config import RunConfig, as_yaml, flatten
+from mixer.training.optim import build_optimizer, learning_rate
+from mixer.training.passes import (
     HOPPER,
     Passes,
+    build_objective,
     compile_objective,
     compiled,
     obstacle_to_graph,
-    set_recompute,
+    useful_flops,
 )
-from mixer.training.config import RunConfig, flatten
-from mixer.training.objective import build_objective, useful_flops
-from mixer.training.optim import build_optimizer, learning_rate
 
 
 @dataclass
@@ -132,7 +131,6 @@ def parallelize(
     shards.
     """
     shape = (run.train.batch_size, run.model.max_position_embeddings)
-    set_recompute(model, run.train.recompute)
     processes = dist.group.WORLD if world.size > 1 else None
     objective = build_objective(model, run, processes).to(world.device).train()
     is_compiled = compile_objective(objective, run.train, shape, world)
@@ -194,7 +192,6 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         model = model_class(config)(config)
-        set_recompute(model, run.train.recompute)
         tokens = torch.zeros(shape, dtype=torch.int64)
         build_objective(model, run).train()(tokens, tokens)
     weights = list(model.parameters())

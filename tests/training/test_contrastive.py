@@ -24,7 +24,7 @@ from mixer.models.architecture import ModelConfig, model_class, model_config
 from mixer.models.retrieval import info_nce, text_vectors, top1
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.objective import Contrastive
+from mixer.training.passes import Contrastive
 
 TEMPERATURE = 0.1
 MODELS = {
