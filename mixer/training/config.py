@@ -210,7 +210,7 @@ def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _set(run: RunConfig, key: str, value: Any) -> str | None:
-    """Sets one key, or says why it cannot be set."""
+    """Sets a key, or says what is wrong with its name."""
     if value in GONE.get(key, ()):
         return None
     if key not in OPTIONS:
@@ -223,22 +223,18 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
     if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")
-    try:
-        setattr(getattr(run, section) if section else run, name, as_type(value, kind))
-    except TypeError:
-        quotes = ", written in quotes" if kind is str else ""
-        return f"{key} = {value!r} is a {type(value).__name__}; allowed: {type_name(kind)}{quotes}"
-    except OverflowError:
-        return f"{key} = {value} is out of range; allowed: integers of 64 bits"
+    setattr(getattr(run, section) if section else run, name, as_type(value, kind))
     return None
 
 
 def _value_problems(run: RunConfig) -> list[str]:
-    """Values of the right type that make no sense, alone or together."""
+    """Values that are not allowed, alone or together."""
     problems = option_problems(run)
     for section in SECTIONS:
         problems += option_problems(getattr(run, section), f"{section}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
+    if problems:  # the rules below need values that are allowed alone
+        return problems
     train, optim, architecture = run.train, run.optim, run.model.architecture
     is_mixer, form = architecture == "masked_mixer", run.model.mixing_weight
     clashes = [
@@ -267,7 +263,7 @@ def _value_problems(run: RunConfig) -> list[str]:
             "allowed: at most that",
         ),
     ]
-    return problems + [text for holds, text in clashes if holds]
+    return [text for holds, text in clashes if holds]
 
 
 # --- YAML --------------------------------------------------------------------
