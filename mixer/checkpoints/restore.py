@@ -138,7 +138,8 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for weight in parameters:
-        weight.grad = torch.zeros_like(weight)
+        if weight.grad is None:  # else it has that of a CUDA graph, which stays where it is
+            weight.grad = torch.zeros_like(weight)
     optimizer.found_inf = torch.ones((), device=parameters[0].device)
     optimizer.step()
     optimizer.found_inf = None

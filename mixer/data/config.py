@@ -42,41 +42,24 @@ class DataConfig:
         "of random tokens (docs/tasks.md)",
         choices=("builtin", *FILE_SOURCES, "hub", *TASKS),
     )
-    path: str = option(
-        "", "text, jsonl, parquet: a file, directory or glob; hub: the dataset's name"
-    )
+    path: str = option("", "text, jsonl, parquet: file, folder or glob; hub: the dataset's name")
     subset: str = option(
-        "",
-        "hub: the dataset's configuration, such as sample-10BT; builtin: packages adds the "
-        "installed packages",
+        "", "hub: the dataset's configuration; builtin: packages adds the installed packages"
     )
-    split: str = option(
-        "train", "hub: the split to read; train and validation are both cut from it"
-    )
+    split: str = option("train", "hub: the split that is read, for validation too")
     text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
-    pair_field: str = option(
-        "", "jsonl, parquet, hub: the field of the text that belongs to the one in text_field"
-    )
-    tokenizer: str = option(
-        "train", "train (a byte-level BPE on the source), a local directory, or a hub name"
-    )
+    pair_field: str = option("", "jsonl, parquet, hub: the field that holds this text's partner")
+    tokenizer: str = option("train", "train (a byte-level BPE), a directory, or a name on the hub")
     vocab_size: int = option(
-        8000,
-        "size of the BPE that is trained, or number of a task's tokens",
-        at_least=SMALLEST_VOCABULARY,
-        at_most=2**20,
+        8000, "tokens of a new BPE, or of a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
     )
-    pairs: int = option(
-        0, "recall: key-value pairs of a sample; 0: as many as fit into the context", at_least=0
-    )
+    pairs: int = option(0, "recall: key-value pairs of a sample; 0: all that fit", at_least=0)
     directory: str = option("data/builtin", "where the prepared token files go")
     packed: bool = option(
-        True, "true: documents joined by EOS, cut at the context; false: one document a row, padded"
+        True, "documents joined by EOS, cut at the context; false: a document's rows are padded"
     )
     cut: bool = option(
-        False,
-        "packed=false: of each document only the beginning, as long as the context, and without "
-        "its EOS; else a longer document is cut into several rows",
+        False, "packed=false: one row a document, of its beginning, and without its EOS"
     )
     validation_fraction: float = option(
         0.01, "share of the documents held out for validation", above=0, below=1
@@ -85,22 +68,14 @@ class DataConfig:
         0, "hold out the first so many documents in place of a share; 0: that share", at_least=0
     )
     validation_path: str = option(
-        "",
-        "text, jsonl, parquet: validate on this file, directory or glob, and train on all of path",
+        "", "text, jsonl, parquet: validate on these files, and train on all of path"
     )
-    validation_split: str = option(
-        "", "hub: validate on this split of the dataset, and train on all of split"
-    )
+    validation_split: str = option("", "hub: validate on this split, and train on all of split")
     max_documents: int = option(
-        0,
-        "read only so many documents; 0: all. A validation text of its own is read whole",
-        at_least=0,
+        0, "read only so many documents; 0: all. A validation text is read whole", at_least=0
     )
     workers: int = option(
-        0,
-        "processes that tokenise; 0: one for each core this process may use",
-        at_least=0,
-        at_most=1024,
+        0, "processes that tokenise; 0: one for each usable core", at_least=0, at_most=1024
     )
 
 

@@ -34,11 +34,10 @@ FIRST_ROWS = 1000  # without a text in so many, a corpus is refused before it is
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 # What to do about a row that cannot be read.
 REMEDY = (
-    "correct it (iconv converts text to UTF-8), copy the file again if it is cut short, or name "
-    "another data.text_field (eval.py: --text-field); a dataset of the hub needs its exact names "
-    "and the network, your own files data.source=text, jsonl or parquet (eval.py: --text), and "
-    ".zst files of the hub pip install backports.zstd"
+    "correct it (iconv makes text UTF-8), copy the file again if it is cut short, or give another "
+    "data.text_field (eval.py: --text-field)"
 )
+HUB_REMEDY = "give the dataset's exact names, with a network; for .zst pip install backports.zstd"
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,8 @@ def part_texts(part: Part) -> Iterator[str | list[str]]:
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
         dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
         place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
-        raise UserError(f"cannot read {place}: {first_line(error)}; {REMEDY}") from error
+        remedy = REMEDY if part.file else HUB_REMEDY
+        raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
 
 
 def _text(row: object, config: DataConfig) -> str | list[str]:

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    parse_flag_from_env,
+)
 from torch import Tensor
 
 from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
@@ -103,7 +107,13 @@ def follow_launcher() -> None:
 
 def _problem_of_accelerate() -> str:
     """What accelerate's variables ask for and this trainer cannot do; "" if it can."""
-    on = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
+    on = set()
+    for name in os.environ:
+        if name.startswith(("ACCELERATE_USE_", "FSDP_OFFLOAD_")):
+            try:
+                on |= {name} if parse_flag_from_env(name) else set()
+            except ValueError:
+                return f"{name} = {os.environ[name]!r}; allowed: true, false"
     engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
     refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
     if "ACCELERATE_USE_FSDP" in on:

@@ -34,9 +34,7 @@ class TrainConfig:
     """The loop."""
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
-    init_from: str = option(
-        "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
-    )
+    init_from: str = option("", "a checkpoint or export whose weights a new run starts from")
     objective: str = option(
         "language",
         "predict the next token, or contrastive: find a text's partner (docs/retrieval.md)",
@@ -47,24 +45,16 @@ class TrainConfig:
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
     )
-    mixed_precision: str = option(
-        "no", "the type of the arithmetic; no is fp32", choices=("no", "fp16", "bf16")
-    )
-    max_grad_norm: float = option(
-        1.0, "clip the gradient's global norm to this; 0 for no clipping", at_least=0
-    )
+    mixed_precision: str = option("no", "no: all in fp32", choices=("no", "fp16", "bf16"))
+    max_grad_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", at_least=0)
     non_finite: str = option(
         "stop",
         "on a loss or gradient that is not finite (without fp16): stop the run, or skip the step",
         choices=("stop", "skip"),
     )
-    eval_every: int = option(
-        1000, "steps between evaluations; 0 for one at the end alone", at_least=0
-    )
+    eval_every: int = option(1000, "steps between evaluations; 0: one at the end", at_least=0)
     eval_samples: int = option(
-        2048,
-        "samples per evaluation, spread evenly over the validation split; 0 for all",
-        at_least=0,
+        2048, "samples of an evaluation, spread over the validation split; 0: all", at_least=0
     )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
@@ -89,14 +79,10 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    save_every: int = option(
-        1000, "steps between checkpoints; 0 for one at the end alone", at_least=0
-    )
+    save_every: int = option(1000, "steps between checkpoints; 0: one at the end", at_least=0)
     save_last: bool = option(True, "a checkpoint at the end; false for a run that is only timed")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
-    keep_every: int = option(
-        0, "also keep a checkpoint where this divides its step; 0 for none", at_least=0
-    )
+    keep_every: int = option(0, "also keep those whose step this divides; 0: none", at_least=0)
     resume: str = option(
         "auto", "auto (the run's newest complete checkpoint), or a checkpoint to begin from"
     )
@@ -107,8 +93,7 @@ class LoggingConfig:
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
     tracker: str = option(
         "none",
-        "copy the metrics to wandb (without a network: WANDB_MODE=offline in the environment) or "
-        "to TensorBoard",
+        "where the metrics are copied; wandb without a network: WANDB_MODE=offline",
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")

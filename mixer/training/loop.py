@@ -89,10 +89,9 @@ class Trainer:
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
         # In float64 the sum is exact, so that its parts may be added in any order.
-        earlier = math.nan if self.counters.nats is None else self.counters.nats
-        self.nats = torch.tensor(
-            earlier if world.is_main else 0.0, dtype=torch.float64, device=self.device
-        )
+        self.nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        if world.is_main:
+            self.nats += math.nan if self.counters.nats is None else self.counters.nats
 
     def train(self) -> PreTrainedModel:
         """All steps that are left, or those until a signal. Returns the model."""
