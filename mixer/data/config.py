@@ -118,10 +118,7 @@ def check(config: DataConfig) -> None:
         if source == "builtin" and config.subset not in ("", "packages"):
             problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
         if config.validation_split and config.validation_split == config.split:
-            problems.append(
-                f"data.split and data.validation_split are both {config.split!r}: the model would "
-                "be validated on what it is trained on; name two splits"
-            )
+            problems.append(f"data.split and data.validation_split are both {config.split!r}")
     if problems:
         raise UserError("; ".join(problems))
 
@@ -227,10 +224,7 @@ def existing_data(config: DataConfig) -> Manifest | None:
     if not (directory / "manifest.json").is_file():
         others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
         if directory.is_file() or any(others):
-            raise UserError(
-                f"data.directory {directory} exists and holds other files, no prepared data; "
-                "choose another data.directory"
-            )
+            raise UserError(f"data.directory {directory} holds other files; choose another one")
         return None
     manifest = Manifest.load(directory)
     wanted, found = recorded_settings(config), manifest.settings

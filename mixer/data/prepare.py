@@ -41,9 +41,9 @@ from mixer.data.config import (
     existing_data,
     recorded_settings,
 )
-from mixer.data.samples import PairFile, Samples, TokenFile
+from mixer.data.samples import PairFile, TokenFile
 from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
-from mixer.data.tasks import open_task
+from mixer.data.tasks import TaskSamples, open_task
 
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last document
 REPORT_SECONDS = 5.0
@@ -54,8 +54,8 @@ class Data:
     """Prepared data, or a task."""
 
     manifest: Manifest
-    training: Samples
-    validation: Samples
+    training: TokenFile | TaskSamples
+    validation: TokenFile | TaskSamples
     tokenizer: PreTrainedTokenizerFast
     token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
 
@@ -148,17 +148,16 @@ class Corpus:
         held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
             raise UserError(
-                f"{common[0]} belongs to both data.path and data.validation_path: the model would "
-                "be validated on what it is trained on; name other files in one of them"
+                f"{common[0]} belongs to both data.path and data.validation_path: name other files "
+                "in one of them"
             )
         splits = (split for split, _ in self.documents())
         first = next(splits)
         if all(split == first for split in splits):
             raise UserError(
-                f"the corpus ({config.source} {config.path}) has documents for {first} alone: each "
-                "split holds whole documents, and copies stay on one side. Give more documents (a "
-                "text file is one), a smaller data.validation_documents, or a validation text of "
-                "its own (data.validation_path, for the hub data.validation_split)"
+                f"the corpus ({config.source} {config.path}) has documents for {first} alone, as "
+                "copies stay on one side: give more documents (a text file is one), a smaller "
+                "data.validation_documents, or data.validation_path (hub: data.validation_split)"
             )
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:

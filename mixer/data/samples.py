@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,14 +21,6 @@ ROUNDS = 6
 UINT64 = (1 << 64) - 1
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, tokens)
-
-
-class Samples(Protocol):
-    """What batches are made of: a TokenFile, a PairFile or TaskSamples."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Sequence[int]) -> Batch: ...
 
 
 class TokenFile:
@@ -58,8 +49,7 @@ class TokenFile:
             raise UserError(
                 f"the {split} split of {directory} has {self.counts.tokens} tokens, and a context "
                 f"of {context} needs at least {context + 1} (a pair of passages: a document of "
-                f"{2 * context}); choose a shorter context, or more text (for validation, a larger "
-                "data.validation_fraction) and another data.directory"
+                f"{2 * context}); choose a shorter context, or another data.directory for more text"
             )
 
     @cached_property
@@ -229,6 +219,7 @@ class Batches:
     the same for any number of both.
 
     Args:
+        data: a TokenFile, a PairFile or TaskSamples.
         sizes: micro-batches of a step, and samples of a process in each.
         place: this process's rank, and the number of processes.
         pin: whether batches are in pinned memory, for a GPU.
@@ -236,7 +227,7 @@ class Batches:
 
     def __init__(
         self,
-        data: Samples,
+        data,
         order: SampleOrder,
         sizes: tuple[int, int],
         place: tuple[int, int],

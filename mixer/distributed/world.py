@@ -82,9 +82,8 @@ class World:
         other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
         if other is not None:
             raise UserError(
-                f"{what} is not for process {other} what it is for process 0; allowed: one "
-                "directory for all hosts, on a file system that they share; give its full path if "
-                "hosts start in different directories"
+                f"{what} is not for process {other} what it is for process 0; allowed: a directory "
+                "that all hosts share, by its full path if they start in different directories"
             )
 
 
@@ -124,8 +123,7 @@ def _problem_of_accelerate() -> str:
     if refused:
         return (
             f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
-            "offloading, such as accelerate launch --config_file configs/accelerate/1x8_fsdp.yaml "
-            "train.py ..."
+            "offloading, as in configs/accelerate/1x8_fsdp.yaml"
         )
     # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
     # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.

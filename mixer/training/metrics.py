@@ -17,7 +17,7 @@ import torch
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from torch import nn
 
-from mixer.common.errors import Say
+from mixer.common.errors import Say, first_line
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.data.config import TASKS
@@ -188,14 +188,10 @@ class Metrics:
             return call()
         except Exception as error:
             self.tracker = None
-            no_network = "WANDB_MODE=offline needs no network"
-            remedy = no_network if self.name == "wandb" else f"pip install {self.name}"
-            print(
-                f"{self.name} has failed, the run goes on without: {type(error).__name__}: {error};"
-                " metrics.jsonl has every line, and the missing ones are sent when the run is "
-                f"resumed ({remedy})",
-                flush=True,
-            )
+            remedy = "WANDB_MODE=offline needs no network, " if self.name == "wandb" else ""
+            remedy += f"pip install {self.name}"
+            said = f"{self.name} has failed, the run goes on without: {first_line(error)}"
+            print(f"{said}; a resume sends it all lines of metrics.jsonl ({remedy})", flush=True)
             if isinstance(error, ConnectionError):
                 # Otherwise wandb tries again when Python exits, and prints a traceback.
                 import wandb

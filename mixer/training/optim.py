@@ -157,9 +157,8 @@ def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
     if is_sharded and (config.name != "adamw" or config.shared_lags):
         raise UserError(
             f"optim.name = {config.name} and optim.shared_lags = {str(config.shared_lags).lower()} "
-            "with FSDP, which shards the matrices that they work on; allowed with FSDP: "
-            "optim.name=adamw and optim.shared_lags=false; or launch with DDP, such as "
-            "configs/accelerate/1x8.yaml"
+            "with FSDP, which shards the matrices that they work on; allowed with FSDP: adamw and "
+            "false; with DDP, as in configs/accelerate/1x8.yaml: all"
         )
 
 

@@ -20,7 +20,7 @@ from mixer.checkpoints.format import earlier_settings, find_resume, remove_parti
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
-from mixer.data.config import Manifest, unused_options
+from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
@@ -165,7 +165,7 @@ def parallelize(
 
 LESS_MEMORY = (
     "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
-    "factor (the losses stay the same); or set train.recompute=block; or set "
+    "factor (the losses stay the same); or set train.recompute=block or "
     "train.mixed_precision=bf16; or choose a smaller model. Then give the same command again"
 )
 
@@ -183,8 +183,8 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         return tensor
 
     # No kernels of ours: those are for tensors with numbers.
-    options = replace(run.model, mixing_backend="auto")
-    config = model_config(options, data.vocab_size, data.eos_token_id)
+    plain = replace(run.model, mixing_backend="auto")
+    config = model_config(plain, data.vocab_size, data.eos_token_id)
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     with (
         FakeTensorMode(),
@@ -222,7 +222,7 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     is_mixer, on_gpu = run.model.architecture == "masked_mixer", world.device.type == "cuda"
     mixing = run.model.mixing_backend if is_mixer else "attention"
     name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
-    engine = ", FSDP" if world.is_sharded else ""
+    processes = f"{world.size} process{'es' * (world.size > 1)}{', FSDP' * world.is_sharded}"
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
     tokens = batch * run.sample_tokens  # of a step
     steps, left = run.train.steps, max(0, run.train.steps - state.counters.step)
@@ -231,14 +231,12 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
     begins += "" if left else f", and train.steps = {steps} leaves none to train"
-    # On a GPU compiled code and kernels keep less for the backward pass.
-    needs = f"{'up to' if on_gpu else 'about'} {memory:.1f} GB of memory"
+    about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
     return (
-        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {world.size} "
-        f"{'process' if world.size == 1 else 'processes'}{engine} on {name}\n"
-        f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
-        f"{samples:,} samples\n"
-        f"{needs}, at least {timedelta(seconds=round(seconds))}; {begins}"
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
+        f"{name}\n{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
+        f"{samples:,} samples\n{about} {memory:.1f} GB of memory, at least "
+        f"{timedelta(seconds=round(seconds))}; {begins}"
     )
 
 
@@ -247,7 +245,6 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
 # trains nothing cannot change it.
 
 SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is trained
-OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not change
 # What another start may change though no step is left: they do not change what was trained.
 HARMLESS = {"train.steps", "processes"}
 # What decides which state the optimizer has: no resume may change it.
@@ -263,7 +260,7 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     """
     known = used_settings(run)
     settings = {name: known[name] for name in SETTINGS} | {"processes": world.size}
-    settings["data"] = {k: v for k, v in known["data"].items() if k not in OF_ONE_MACHINE}
+    settings["data"] = {k: v for k, v in known["data"].items() if k not in NOT_COMPARED}
     if trainer is None:
         return {"settings": settings, "earlier": {}}
     before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
@@ -279,8 +276,8 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
         if changed.keys() - HARMLESS:
             raise UserError(
                 f"{run.directory} has {step} steps, which were trained with other settings: "
-                f"{listed}. train.steps = {run.train.steps} leaves none to train with these: "
-                "choose another name for another run, set them back, or raise train.steps to go on"
+                f"{listed}. Set these back, choose another name for another run, or raise "
+                "train.steps to go on"
             )
     elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")
@@ -297,10 +294,9 @@ def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: Wor
     now = learning_rate(run.optim, step, run.train.steps)
     if now > 1.1 * last:
         world.say(
-            f"the learning rate jumps from {last:.3g} to {now:.3g}, to that of the new schedule: "
-            "the loss may rise. To go on at the old rate set optim.schedule=constant "
-            f"optim.lr={last:.3g} optim.warmup_steps=0; for one schedule over all steps train anew "
-            "under another name"
+            f"the learning rate jumps from {last:.3g} to {now:.3g}: the loss may rise. To go on at "
+            f"the old rate set optim.schedule=constant optim.lr={last:.3g} optim.warmup_steps=0; "
+            "for one schedule over all steps train anew under another name"
         )
 
 
