@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, get_args
 
-from mixer.common.errors import Say, UserError, first_line, say_on_stderr
+from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.common.options import is_plain_text, type_name
 
 STAGE = ".partial-"  # the names of what is being written begin with this
@@ -26,9 +26,6 @@ LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
 LARGE = 2e9  # bytes; hashing them takes noticeable time
 # How network file systems and FUSE answer calls that they do not support.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
-
-
-# ------------------------------------------------------------------------- whole or not at all
 
 
 @contextmanager
@@ -152,9 +149,6 @@ def if_supported(otherwise: str, ask: Callable, *arguments) -> bool:
 
 
 _warn = functools.cache(say_on_stderr)  # once
-
-
-# ------------------------------------------------------------------------- locks
 
 
 @contextmanager
@@ -319,10 +313,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
+def has_sha256(path: Path, recorded: str) -> bool:
     """Whether the file's SHA-256 is `recorded`. A file that was found good is not read again on
-    this machine until it changes. `say` announces a large file. Raises OSError if the file cannot
-    be read.
+    this machine until it changes. Raises OSError if it cannot be read.
     """
     note, size = None, path.stat().st_size
     with suppress(OSError, RuntimeError):  # if there is no cache
@@ -330,7 +323,7 @@ def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
         if note.exists():
             return True
     if size > LARGE:
-        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
+        say_on_stderr(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once here")
     is_good = sha256(path) == recorded
     with suppress(OSError):
         if is_good and note:

@@ -16,6 +16,7 @@ from torch.utils import collect_env
 
 from mixer.common.errors import UserError
 
+TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Dense tensor-core peaks of 16-bit types in TFLOP/s, from the vendors' data sheets, by part of the
 # device's name. The first part that fits counts, so a longer name is before the one it holds.
 PEAK_TFLOPS = {
@@ -62,10 +63,8 @@ def memory_limit(device: torch.device) -> int:
 
 def product_flops(device: torch.device, precision: str) -> float:
     """The FLOP/s of a matrix product here: measured, as no other work of a model is faster."""
-    size = 4096 if device.type == "cuda" else 512
-    matrix, best = torch.ones(size, size, device=device), math.inf
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-    matrix = matrix if dtype is None else matrix.to(dtype)
+    size, best = 4096 if device.type == "cuda" else 512, math.inf
+    matrix = torch.ones(size, size, device=device, dtype=TYPES[precision])
     for _ in range(20):  # others may use the processor, too
         began = time.perf_counter()
         matrix @ matrix

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mixer.common.errors import Say, UserError, say_on_stderr
+from mixer.common.errors import UserError
 from mixer.common.files import STAGE, has_sha256, read_json
 from mixer.common.options import option, option_problems
 
@@ -123,8 +123,6 @@ def check(config: DataConfig) -> None:
         raise UserError("; ".join(problems))
 
 
-# --- what prepared data records ---------------------------------------------
-
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Data prepared by earlier versions lacks these settings. They are recorded only where they are set,
 # so that such data, and checkpoints trained on it, still match.
@@ -181,11 +179,9 @@ class Manifest:
             raise UserError(f"{file} is not what preparing wrote (another fingerprint): {again}")
         return cls.of(values)
 
-    def verify(
-        self, directory: str | Path, splits: Iterable[str] = (), say: Say = say_on_stderr
-    ) -> None:
+    def verify(self, directory: str | Path, splits: Iterable[str] = ()) -> None:
         """Raises UserError unless the files of the tokenizer and of the splits have their recorded
-        SHA-256, which is compared once on each machine. `say` is told how far it is.
+        SHA-256, which is compared once on each machine.
         """
         directory = Path(directory)
         tokenizer = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
@@ -198,7 +194,7 @@ class Manifest:
                 recorded.setdefault(f"tokenizer/{file.name}", "none")
         for name, value in recorded.items():
             file = directory / name
-            if not (file.is_file() and has_sha256(file, value, say)):
+            if not (file.is_file() and has_sha256(file, value)):
                 raise UserError(
                     f"{file} is not what preparing wrote (its SHA-256 differs); put that back, or "
                     f"delete {directory} and prepare again"
@@ -218,8 +214,9 @@ def fingerprint(values: dict) -> str:
 
 def existing_data(config: DataConfig) -> Manifest | None:
     """The manifest of `config.directory`, of data with these settings; None if nothing is there.
-    Raises UserError for anything else that is there.
+    Raises UserError for anything else that is there, and for settings that cannot work.
     """
+    check(config)
     directory = Path(config.directory)
     if not (directory / "manifest.json").is_file():
         others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))

@@ -32,15 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import sha256, whole_directory
 from mixer.data import tokenizer as tokenizing
-from mixer.data.config import (
-    SPLITS,
-    TASKS,
-    DataConfig,
-    Manifest,
-    check,
-    existing_data,
-    recorded_settings,
-)
+from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
 from mixer.data.samples import PairFile, TokenFile
 from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
 from mixer.data.tasks import TaskSamples, open_task
@@ -71,7 +63,7 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
-        splits = [kind(config.directory, split, context, say) for split in SPLITS]
+        splits = [kind(config.directory, split, context) for split in SPLITS]
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -86,7 +78,6 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     was made with. Raises UserError for a source that cannot be used, and for a directory that holds
     anything else; nothing is ever overwritten, and a refusal leaves nothing behind.
     """
-    check(config)
     # Prepared data can be used where nothing can be written, so it takes no lock.
     if (manifest := existing_data(config)) is not None:
         return manifest
@@ -125,9 +116,6 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
-
-
-# --- splits ------------------------------------------------------------------
 
 
 class Corpus:
@@ -184,8 +172,6 @@ class Corpus:
                 held_out = text_hash(text) < self.config.validation_fraction * 2**64
             yield SPLITS[held_out], text
 
-
-# --- tokens ------------------------------------------------------------------
 
 Documents = list[tuple[str, str]]  # (split, document) of each
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mixer.common.errors import Say, UserError, say_on_stderr
+from mixer.common.errors import UserError
 from mixer.data.config import Manifest
 
 STEPS_AHEAD = 2
@@ -36,10 +36,10 @@ class TokenFile:
     Raises UserError if the data is missing, not what its hashes say, or has no sample.
     """
 
-    def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):
+    def __init__(self, directory: str | Path, split: str, context: int):
         self.path, self.context = Path(directory) / split, context
         self.manifest = Manifest.load(directory)
-        self.manifest.verify(directory, [split], say)
+        self.manifest.verify(directory, [split])
         self.counts, self.dtype = self.manifest.splits[split], np.dtype(self.manifest.dtype)
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
@@ -147,9 +147,6 @@ class PairFile(TokenFile):
         return tokens[: self.context], tokens[self.context :]
 
 
-# --- the order ---------------------------------------------------------------
-
-
 class SampleOrder:
     """A new permutation of the samples each epoch, a pure function of (seed, epoch, place in the
     epoch). It is computed one place at a time, so that no process holds an index of all samples.
@@ -206,9 +203,6 @@ def hash_number(text: str) -> int:
     for byte in text.encode():
         value = ((value ^ byte) * 0x100000001B3) & UINT64
     return int(mixed(np.array([value], np.uint64))[0])
-
-
-# --- the batches -------------------------------------------------------------
 
 
 class Batches:

@@ -1,5 +1,4 @@
-"""Where documents come from: local files, compressed or not, a dataset of the hub, or the source of
-Python's standard library.
+"""Where documents come from: local files, a dataset of the hub, or Python's standard library.
 
 A document is one `str`: the content of a file, or the text of a row. Sources are read as a stream
 and in an order that does not change, so memory use does not grow with the corpus.
@@ -54,9 +53,6 @@ def source_parts(config: DataConfig) -> list[Part]:
         return [Part(config)]
     files = _builtin_files(config) if config.source == "builtin" else local_files(config)
     return [Part(config, file) for file in files]
-
-
-# --- documents ---------------------------------------------------------------
 
 
 def documents(

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    parse_flag_from_env,
-)
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, environment
 from torch import Tensor
 
 from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
@@ -87,9 +83,6 @@ class World:
             )
 
 
-# ------------------------------------------------------------------------- how a run begins
-
-
 def follow_launcher() -> None:
     """Has this process receive SIGTERM when its launcher ends, because accelerate passes no signal
     on. Raises UserError for a launch that cannot train.
@@ -110,7 +103,7 @@ def _problem_of_accelerate() -> str:
     for name in os.environ:
         if name.startswith(("ACCELERATE_USE_", "FSDP_OFFLOAD_")):
             try:
-                on |= {name} if parse_flag_from_env(name) else set()
+                on |= {name} if environment.parse_flag_from_env(name) else set()
             except ValueError:
                 return f"{name} = {os.environ[name]!r}; allowed: true, false"
     engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
@@ -158,9 +151,6 @@ def build_accelerator(precision: str) -> Accelerator:
             plugin.mixed_precision_policy, reduce_dtype=fp32, output_dtype=fp32
         )
     return accelerator
-
-
-# ------------------------------------------------------------------------- how it ends
 
 
 class Stop:

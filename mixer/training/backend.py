@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
+from mixer.common.hardware import TYPES
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, RecurrentConv, TriangularConv
 from mixer.ops.choice import difference
 from mixer.training.config import RunConfig
 
-TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 RACE_SECONDS = 0.2  # for each backend
 
 

@@ -1,6 +1,4 @@
-"""A run's configuration: its sections, the YAML file, `section.key=value` overrides, and all
-problems in one report.
-"""
+"""A run's configuration: its sections, YAML files, overrides, and all problems in one report."""
 
 import difflib
 import json
@@ -244,8 +242,7 @@ def _value_problems(run: RunConfig) -> list[str]:
         ),
         (
             optim.warmup_steps > train.steps,
-            f"optim.warmup_steps = {optim.warmup_steps} is more than train.steps = {train.steps}; "
-            "allowed: at most that",
+            f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, {train.steps}",
         ),
     ]
     return [text for holds, text in clashes if holds]

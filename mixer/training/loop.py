@@ -29,9 +29,8 @@ def train(run: RunConfig) -> PreTrainedModel:
     """Trains `run` on all processes of the launch, from its newest complete checkpoint on. Returns
     the model, which FSDP has sharded.
 
-    Raises UserError for settings that cannot work here, for too little memory or a disk that cannot
-    be written to, and for gradients that end the run. With several processes, one that fails ends
-    its process instead.
+    Raises UserError for what cannot work here, fills memory or disk, or diverges. With several
+    processes, one that fails ends its process instead.
     """
     transformers.utils.logging.disable_progress_bar()
     accelerator = build_accelerator(run.train.mixed_precision)

@@ -163,9 +163,7 @@ def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (0 is the first) of `steps`: no state, so resuming cannot go
-    wrong.
-    """
+    """The rate of step `step` (0 is the first) of `steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # 0 .. 1

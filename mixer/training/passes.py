@@ -31,9 +31,6 @@ SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 Group = dist.ProcessGroup | None  # None for one process
 
 
-# --- the model with its loss -------------------------------------------------
-
-
 def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each target in nats, fp32; 0 where the target is -100.
 
@@ -131,9 +128,6 @@ def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
     return model.flops_per_token()["useful"] - 6.0 * unread
 
 
-# --- how it is computed ------------------------------------------------------
-
-
 def obstacle_to_graph(train: TrainConfig, world: World) -> str:
     """Why no CUDA graph is made of a step's passes; "" if one is."""
     is_auto, on_gpu = train.cuda_graphs == "auto", world.device.type == "cuda"
@@ -161,8 +155,8 @@ def compile_objective(
 
     Call this before DDP or FSDP wrap the objective. One block is compiled for all of them, and DDP
     gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
-    replace methods, so that parameters keep their names. Another shape of the inputs would compile
-    once more. Where compiling fails on a process, all go on without it.
+    replace methods, so that parameters keep their names. Where compiling fails on a process, all go
+    on without it.
     """
     if train.compile == "no" or (train.compile == "auto" and world.device.type != "cuda"):
         return False

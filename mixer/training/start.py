@@ -106,9 +106,7 @@ def find_checkpoint(run: RunConfig, world: World) -> Path | None:
 
 
 def data_identity(manifest: Manifest, seed: int) -> dict[str, Any]:
-    """What identifies a prepared data set and the order of its samples, by configuration keys and
-    file names.
-    """
+    """What identifies the data and the order of its samples."""
     hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
     settings = {f"data.{key}": value for key, value in manifest.settings.items()}
     tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
@@ -124,11 +122,8 @@ def needs_race(run: RunConfig, device: torch.device) -> bool:
 def parallelize(
     model: PreTrainedModel, run: RunConfig, world: World
 ) -> tuple[Passes, AcceleratedOptimizer]:
-    """The passes of the model with its loss (see Objective), ready to train on all processes, and
-    its optimizer.
-
-    The model itself is changed: it moves to the device, and under FSDP its parameters become
-    shards.
+    """The passes of the model with its loss, ready to train on all processes, and its optimizer.
+    The model moves to the device, and under FSDP its parameters become shards.
     """
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     processes = dist.group.WORLD if world.size > 1 else None
@@ -215,9 +210,7 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
 
 
 def banner(run: RunConfig, state: State, samples: int, memory: float, world: World) -> str:
-    """What is printed before the first step: the model, the devices and the data, and what the run
-    will take.
-    """
+    """What is printed before the first step."""
     parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
     is_mixer, on_gpu = run.model.architecture == "masked_mixer", world.device.type == "cuda"
     mixing = run.model.mixing_backend if is_mixer else "attention"
@@ -309,8 +302,6 @@ def used_settings(run: RunConfig) -> dict[str, Any]:
 
 
 def save_config(run: RunConfig, path: Path, earlier: dict[str, dict[str, Any]]) -> None:
-    """The resolved configuration as YAML, written whole or not at all. What earlier steps had in
-    place of it is said in comments.
-    """
+    """The resolved configuration as YAML, and in comments what earlier steps had in its place."""
     comments = "".join(f"# {line}\n" for line in earlier_settings(earlier))
     write_text(path, comments + as_yaml(used_settings(run)))
