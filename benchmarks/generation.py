@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
-from mixer.ops import choice
+from mixer.ops import cuda
 
 CACHES = {  # and the options of generate that make them
     "cached": {},
@@ -100,7 +100,7 @@ def models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    if options.device == "cuda" and (reason := choice.device_reason(0)):
+    if options.device == "cuda" and (reason := cuda.device_reason(0)):
         raise UserError(f"nothing to measure: {reason}")
     names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")
     settings = {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"}

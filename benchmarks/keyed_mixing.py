@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mixer.common.errors import UserError, run_command
 from mixer.ops import keyed, keyed_conv, plain, triangular_conv
-from mixer.ops.choice import difference
+from mixer.ops.triangular import difference
 
 DEVICE = "cuda"
 RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")

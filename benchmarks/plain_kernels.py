@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.ops import choice, cuda
+from mixer.ops import cuda, triangular
 from mixer.ops.cuda import lag_zero, packed_shape
-from mixer.ops.lags import diagonal_sums, lags_at
-from mixer.ops.plain import by_each_head, merge_heads, split_heads
+from mixer.ops.plain import by_each_head, diagonal_sums, lags_at, merge_heads, split_heads
 
 
 @contextlib.contextmanager
@@ -24,7 +23,7 @@ def replacing_the_kernels() -> Iterator[None]:
     cuda.grad_weight.register_kernel("cpu")(lambda *arguments: grad_weight(*arguments))
     # What the compiler reads as constant, as the function in whose place it stands.
     take = torch.compiler.assume_constant_result(lambda backend, *_: backend == "cuda")
-    with mock.patch.object(choice, "_kernels_take", take):
+    with mock.patch.object(triangular, "_kernels_take", take):
         yield
 
 

@@ -29,7 +29,7 @@ from token_mixing_variants import VARIANTS, Data, Shape, Variant
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
-from mixer.ops import choice
+from mixer.ops import cuda
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
 SWEEP_OPERATIONS = ("forward", "grad_input", "grad_weight", "autograd")
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     timing.set_tf32(True)
     device, planned = options.device, shapes(options)
-    if device == "cuda" and (reason := choice.device_reason(0)):
+    if device == "cuda" and (reason := cuda.device_reason(0)):
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, device)
     result |= {"rounds": options.rounds, "batch_ms": options.batch_ms}

@@ -12,7 +12,7 @@ import warnings
 import torch
 
 from mixer.common.errors import command_parser, run_command
-from mixer.ops import choice
+from mixer.ops import cuda
 from mixer.ops.build import dotted
 from mixer.reporting.tables import wrapped
 
@@ -67,7 +67,7 @@ def start_cuda() -> str:
 
 def gpu_reason(index: int) -> str | None:
     try:
-        return choice.device_reason(index)
+        return cuda.device_reason(index)
     except Exception as error:  # whatever a broken GPU makes of it is what we came for
         return str(error)
 

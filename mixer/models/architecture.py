@@ -20,25 +20,24 @@ from mixer.models.masked_mixer.configuration import (
     MixerOptions,
     shape_problems,
 )
-from mixer.models.masked_mixer.layers import in_autocast_type
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.ops.plain import in_autocast_dtype
 
-# For an attention of another name, transformers makes no mask. So it does not search for texts that
-# are packed into one row either, for which it would wait for the GPU in every step.
+# For an attention of another name transformers makes no mask, and does not search for texts that
+# are packed into one row, for which it would wait for the GPU in every step.
 AttentionInterface.register("causal", AttentionInterface()["sdpa"])
 
 
 class Transformer:
-    """What a masked mixer has and a model of transformers has not: `flops_per_token`, and under
-    autocast a residual stream in the autocast type. It reads no attention_mask: padding stands
-    behind texts. Checkpoints are those of the model's own class.
+    """A model of transformers with what masked mixers have: `flops_per_token`, and under autocast a
+    residual stream in the autocast type. It reads no attention_mask: padding stands behind texts.
     """
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
         self.set_attn_implementation("causal")
         self.model.embed_tokens.register_forward_hook(
-            lambda embedding, arguments, x: in_autocast_type(x)
+            lambda embedding, arguments, x: in_autocast_dtype(x)[0]
         )
 
     def flops_per_token(self) -> dict[str, float]:
@@ -113,7 +112,7 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 
 def attention_heads(model: ModelConfig) -> int:
-    """The number of a transformer's heads: as configured, or as many as have 64 channels each."""
+    """Of a transformer: as configured, or as many as have 64 channels each."""
     return model.num_attention_heads or max(1, model.hidden_size // 64)
 
 

@@ -65,9 +65,8 @@ def pair_vectors(
 ) -> Tensor:
     """(2, count, hidden) fp32: the vectors of `count` pairs, spread evenly over a PairFile, and
     zeros for those of other processes. place: this process's device and number, and how many.
-
     embed: from queries and targets, (batch, tokens) each, to vectors (2, batch, hidden); all
-    processes call it as often, and with one shape, which may be compiled.
+    processes call it as often, with one shape.
     """
     device, index, processes = place
     parts, step = [], batch_size * processes

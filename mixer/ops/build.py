@@ -5,9 +5,8 @@ on the version of torch. It builds in less than a minute, also on a machine with
 
     python -m mixer.ops.build --arch 9.0
 
-The library is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of
-the architecture and the sources, so a stale library is never loaded. The command builds in any
-case, for example by another compiler.
+It is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of the
+architecture and the sources, so a stale library is never loaded. The command always builds anew.
 """
 
 import hashlib
@@ -34,10 +33,8 @@ HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 
 
 def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool = False) -> Path:
-    """The library for a GPU of this compute capability, built first if the cache has none, or if
-    `rebuild` is set.
-
-    Processes that ask at the same time wait for one of them to build. Raises UserError.
+    """The library for a GPU of this compute capability, built first if the cache has none or if
+    `rebuild` is set. Processes that ask at the same time wait for one of them. Raises UserError.
     """
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY
@@ -151,14 +148,13 @@ def find_nvcc() -> Path:
     """The nvcc of $CUDA_HOME, $PATH, a wheel or /usr/local/cuda, the first that there is. Raises
     UserError where there is none.
     """
-    home, in_path = os.environ.get("CUDA_HOME"), shutil.which("nvcc")
-    places = ([f"{home}/bin/nvcc"] if home else []) + ([in_path] if in_path else [])
-    # A namespace package: one location for each site-packages.
-    wheels = importlib.util.find_spec("nvidia")
+    home, wheels = os.environ.get("CUDA_HOME"), importlib.util.find_spec("nvidia")
+    places = [home and f"{home}/bin/nvcc", shutil.which("nvcc")]
+    # A namespace package has one location for each site-packages.
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
         places += [f"{folder}/cu13/bin/nvcc", f"{folder}/cuda_nvcc/bin/nvcc"]  # of CUDA 13 and 12
     places.append("/usr/local/cuda/bin/nvcc")
-    found = next((Path(place) for place in places if os.access(place, os.X_OK)), None)
+    found = next((Path(place) for place in places if place and os.access(place, os.X_OK)), None)
     if found is None:
         raise UserError(
             "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "

@@ -6,8 +6,8 @@ then in, or by lag (heads, context); bias (heads, context); packed (heads, rows,
 packed are fp16 or bf16, and sums fp32.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
-gives the same bits each time. The callers (`mixer.ops`, `mixer.ops.row_operator`) have checked
-shapes, dtypes and devices, and `mixer.ops.choice` that the kernels can run.
+gives the same bits each time. triangular.py has checked shapes, dtypes and devices, and asked
+`device_reason` whether the kernels can run.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ import functools
 import torch
 from torch import Tensor
 
-from mixer.ops.plain import shift_channels, tap_shift
+from mixer.common.errors import UserError, first_line
+from mixer.ops.plain import seen_by_tap
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
@@ -58,7 +59,7 @@ def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     parts = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
     y = residual
     for tap, part in enumerate(weight.unbind(1)):
-        shifted = shift_channels(parts, tap_shift(tap, taps)).flatten(2)
+        shifted = seen_by_tap(parts, tap, taps).flatten(2)
         y = one_tap(shifted, part, bias if tap == 0 else None, y)[0]
     return y
 
@@ -91,14 +92,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
-    # Under create_graph=True. torch's own once_differentiable refuses too little:
-    # torch.autograd.grad with respect to an argument goes round its error, and leaves out terms of
-    # a Hessian without a word.
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "second derivatives of triangular_conv are there with backend 'dense' alone: use it "
-            "here (for a model, load it with mixing_backend='dense')"
-        )
+    refuse_second_derivatives("triangular_conv")
     if dy is None:
         return None, None, None, None
     x, packed = ctx.saved_tensors
@@ -110,6 +104,18 @@ def _backward(ctx, dy, _):
         dweight, dbias = (gradient.to(ctx.weight_dtype) for gradient in found)
     dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
     return dx, dweight, dbias, dy if needs_residual else None
+
+
+def refuse_second_derivatives(operator: str) -> None:
+    """To be called in backward, where create_graph=True turns gradients on. torch's own
+    once_differentiable refuses too little: torch.autograd.grad with respect to an argument goes
+    round its error, and leaves out terms of a Hessian without a word.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"second derivatives of {operator} are there with backend 'dense' alone: use it here "
+            "(for a model, load it with mixing_backend='dense')"
+        )
 
 
 one_tap.register_autograd(_backward, setup_context=_setup_context)
@@ -135,10 +141,8 @@ def lag_zero(tokens: int) -> int:
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros
     elsewhere; by lag a strip, from which each tile of that triangle can be read.
-
-    The strictly upper triangle of `weight` is not read.
     """
-    weight, heads, by_lag = weight.contiguous(), len(weight), weight.dim() == 2
+    heads, by_lag = len(weight), weight.dim() == 2
     packed = weight.new_empty(packed_shape(heads, tokens, by_lag), dtype=dtype)
     given = {"weight": weight, "packed": packed}
     call("mixer_pack", params_of(packed, (0, tokens, 0), heads, by_lag, **given))
@@ -146,18 +150,13 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    by_lag: bool = False,
+    x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None, by_lag: bool = False
 ) -> Tensor:
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
-    given = {"x": rows(x), "residual": residual if residual is None else rows(residual)}
-    given |= {"packed": packed, "bias": bias if bias is None else bias.contiguous()}
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    given = {"x": x, "packed": packed, "bias": bias, "residual": residual, "y": y}
     if y.numel():
-        call("mixer_forward", params_of(x, x.shape, len(packed), by_lag, y=y, **given))
+        call("mixer_forward", params_of(x, x.shape, len(packed), by_lag, **given))
     return y
 
 
@@ -165,9 +164,9 @@ def forward(
 def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    given = {"dy": rows(dy), "packed": packed}
+    given = {"dy": dy, "packed": packed, "dx": dx}
     if dx.numel():
-        call("mixer_grad_input", params_of(dy, dy.shape, len(packed), by_lag, dx=dx, **given))
+        call("mixer_grad_input", params_of(dy, dy.shape, len(packed), by_lag, **given))
     return dx
 
 
@@ -178,23 +177,15 @@ def _(dy, packed, by_lag=False):
 
 @torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
 def grad_weight(
-    dy: Tensor,
-    x: Tensor,
-    context: int,
-    heads: int,
-    with_bias: bool,
-    by_lag: bool = False,
+    dy: Tensor, x: Tensor, context: int, heads: int, with_bias: bool, by_lag: bool = False
 ) -> tuple[Tensor, Tensor]:
     """dweight (heads, context, context), by lag (heads, context), and dbias (heads, context), or
-    (0,) without bias, in fp32.
-
-    Exact zeros above the diagonal and beyond `tokens`.
+    (0,) without bias, in fp32, with exact zeros above the diagonal and beyond the tokens.
     """
     dweight, dbias = empty_gradients(dy, x, context, heads, with_bias, by_lag)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
-    given = {"dy": rows(dy), "x": rows(x), "dweight": dweight}
-    given |= {"dbias": dbias if with_bias else None}
+    given = {"dy": dy, "x": x, "dweight": dweight, "dbias": dbias if with_bias else None}
     params = params_of(x, x.shape, heads, by_lag, **given)
     size = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
     workspace = x.new_empty(size, dtype=torch.uint8)
@@ -215,8 +206,7 @@ def empty_gradients(dy, x, context, heads, with_bias, by_lag=False):
 
 def rows(x: Tensor) -> Tensor:
     """x itself if its channels are dense and its rows start at multiples of 16 bytes, else a
-    contiguous copy: e.g. of an expanded gradient, or of a slice that starts in the middle of 16
-    bytes.
+    contiguous copy, as of an expanded gradient.
     """
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
         return x  # first, because it is the common case and every call comes here
@@ -237,7 +227,7 @@ def params_of(
     **tensors: Tensor | None,
 ) -> Params:
     """The structure for x of this shape, with the type and device of `like`, and with the addresses
-    and strides of tensors under their names.
+    and strides of tensors, or of copies that kernels can read, under their names.
     """
     batch, tokens, channels = shape
     params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)
@@ -245,16 +235,19 @@ def params_of(
     params.lag_zero = lag_zero(tokens) if by_lag else 0
     params.dtype, params.device = DTYPE_CODES[like.dtype], like.get_device()
     params.capability, params.processors = device_facts(params.device)
-    params.tensors = tensors  # copies among them live as long as their addresses
+    params.tensors = []  # copies among them live as long as their addresses
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        setattr(params, name, tensor.data_ptr())
         if name in ("x", "residual", "dy"):
+            tensor = rows(tensor)
             setattr(params, f"{name}_batch_stride", tensor.stride(0))
             setattr(params, f"{name}_token_stride", tensor.stride(1))
         elif name in ("weight", "bias", "dweight"):
+            tensor = tensor.contiguous()
             params.context, params.weight_dtype = tensor.shape[-1], DTYPE_CODES[tensor.dtype]
+        setattr(params, name, tensor.data_ptr())
+        params.tensors.append(tensor)
     return params
 
 
@@ -277,7 +270,7 @@ def call(name: str, params: Params) -> None:
         with torch.cuda.device(index):
             return call(name, params)
     library = kernels(index)
-    # torch.cuda.current_stream(index).cuda_stream makes an object, and takes several times as long.
+    # torch.cuda.current_stream(index).cuda_stream takes several times as long.
     params.stream = torch._C._cuda_getCurrentRawStream(index)
     status = getattr(library, name)(ctypes.byref(params))
     if status != 0:
@@ -297,3 +290,28 @@ def kernels(index: int) -> ctypes.CDLL:
     library.mixer_grad_weight_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p
     return library
+
+
+@functools.cache
+def device_reason(index: int) -> str | None:
+    """Why the kernels cannot run on a device, with the one command that fixes it. None if they can.
+
+    The first call for a device builds the library if the cache has none, runs one small kernel and
+    waits for it, so it must not come inside a graph capture. The answer is kept: a failed build is
+    not tried again in this process.
+    """
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
+    try:
+        weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
+        pack(weight, 2, torch.float16).cpu()
+    except UserError as error:
+        return str(error)
+    except (RuntimeError, OSError) as error:  # most often nvcc is newer than the driver
+        return (
+            "the CUDA kernels were built but do not run on "
+            f"{torch.cuda.get_device_name(index)}: {first_line(error)}. Update the driver, or "
+            "build them anew with a toolkit that it supports: "
+            "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`"
+        )
+    return None

@@ -1,7 +1,5 @@
-"""Triton kernels of keyed mixing and of its gradients, and how they are launched. In each head
-
-    y[i] = bias[i] + sum over j <= i of w[i, j] * f[i, j] * v[j]
-    f[i, j] = exp(s[i, j]) / mean over j <= i of exp(s[i, j]),   s[i, j] = scale * q[i] . k[j]
+"""Triton kernels of keyed mixing and of its gradients, and how they are launched. `keyed_conv` in
+keyed.py defines y, f and s, of q, k, v and w.
 
 As in FlashAttention (arXiv 2205.14135), s is never in memory: each kernel computes the tiles of it
 that it needs. level[i] is the logarithm of the mean, to base 2. Each number has one program that
@@ -20,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, Weights
+from mixer.ops.keyed import AROUND, LARGEST_TILE, SHIFTS, Weights
 
 # Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
 # registers of a thread (None: as many as the compiler takes), with at most the 99 KB of shared
@@ -41,9 +39,7 @@ WIDE_TILES = {
     "grad_lags": (64, 32, 8, 2, None),
 }
 FLOAT32_TILES = dict.fromkeys(TILES, (32, 32, 4, 1, None))
-# Programs that are enough to fill a GPU evenly. With fewer block diagonals and heads, texts are
-# shared out among several.
-ENOUGH_PROGRAMS = 2048
+ENOUGH_PROGRAMS = 2048  # to fill a GPU evenly; with fewer diagonals and heads, several share texts
 LAGS_AT_ONCE = 64  # of which a program adds up the gradient
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 PIVOT: tl.constexpr = tl.constexpr(LARGEST_TILE)
@@ -55,9 +51,7 @@ SHIFTED: tl.constexpr = tl.constexpr(SHIFTS)
 
 @triton.jit
 def place():
-    """Which tile, text and head a program has. Texts come first, as all of them read the same
-    weights.
-    """
+    """A program's tile, text and head. Texts come first, as all of them read the same weights."""
     text, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     return tl.program_id(1), text, head
 
@@ -137,8 +131,8 @@ def load_weights(
 
 @triton.jit
 def risen(fall, distance):
-    """2 ** (fall * distance), which is never so large that a product of two overflows. Where it is
-    cut off, the query's number makes the product nothing beside 1.
+    """2 ** (fall * distance), cut off so that a product of two does not overflow: there the query's
+    number makes the product nothing beside 1.
     """
     return tl.exp2(tl.minimum(fall * distance, 60.0))
 
@@ -447,19 +441,16 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, weights: Weights, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """y, (batch, tokens, heads * channels of a head), and level, (batch, heads, tokens) float32."""
-    query, key, value = (dense_channels(x) for x in (query, key, value))
-    batch, tokens, _ = query.shape
-    heads = bias.shape[0]
+    inputs, steps = dense(query, key, value)
+    (batch, tokens, _), heads = query.shape, len(bias)
     y = empty(value, value.shape)
     level = empty(value, (batch, heads, tokens), torch.float32)
     options = options_for("forward", query, value, heads)
     grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
     with torch.cuda.device_of(query):
         forward_kernel[grid](
-            *(query, key, value, *pointers(weights), bias.contiguous(), y, level),
-            *strides(query, key, value),
-            *places(weights),
-            *(bias.shape[1], tokens, scale_of(query, heads)),
+            *(*inputs, *pointers(weights), bias.contiguous(), y, level),
+            *(*steps, *places(weights), bias.shape[1], tokens, options["KEYS"] ** -0.5),
             BY_LAG=weights.rest is not None,
             **options,
         )
@@ -473,13 +464,12 @@ def grad_input(
     """The gradients of query, key and value side by side, (batch, tokens, channels of all), and dy
     summed over the channels of a head, (batch, heads, tokens) float32.
     """
-    dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
-    batch, tokens, _ = query.shape
-    heads = bias.shape[0]
-    dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in (query, key, value))))
+    inputs, steps = dense(query, key, value)
+    (batch, tokens, _), heads = query.shape, len(bias)
+    dy = dy.contiguous()
+    dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in inputs)))
     change, sums = (empty(query, level.shape, torch.float32) for _ in range(2))
-    inputs, steps, scale = (query, key, value), strides(query, key, value), scale_of(query, heads)
-    by_lag = weights.rest is not None
+    by_lag, scale = weights.rest is not None, (query.shape[-1] // heads) ** -0.5
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
@@ -504,18 +494,15 @@ def grad_weight(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
 ) -> Tensor:
     """The gradient of the weight, (heads, 1, context, context) float32."""
-    dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
-    batch, tokens, _ = query.shape
-    heads = level.shape[1]
+    inputs, steps = dense(query, key, value)
+    batch, heads, tokens = level.shape
     dw = empty(query, (heads, 1, context, context), torch.float32)
     options = options_for("grad_weight", query, value, heads)
-    tiles = (triton.cdiv(context, options[edge]) for edge in ("ROWS", "COLUMNS"))
-    grid = (*tiles, heads)
+    grid = (*(triton.cdiv(context, options[edge]) for edge in ("ROWS", "COLUMNS")), heads)
     with torch.cuda.device_of(query):
         grad_weight_kernel[grid](
-            *(query, key, value, dy, level, dw),
-            *strides(query, key, value),
-            *(batch, context, tokens, scale_of(query, heads)),
+            *(*inputs, dy.contiguous(), level, dw),
+            *(*steps, batch, context, tokens, options["KEYS"] ** -0.5),
             **options,
         )
     return dw
@@ -525,9 +512,8 @@ def grad_lags(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
 ) -> Tensor:
     """The gradient of the weights by lag, (heads, 1, context) float32."""
-    dy, query, key, value = dy.contiguous(), *(dense_channels(x) for x in (query, key, value))
-    batch, tokens, _ = query.shape
-    heads = level.shape[1]
+    inputs, steps = dense(query, key, value)
+    batch, heads, tokens = level.shape
     options = options_for("grad_lags", query, value, heads)
     rows, columns = options["ROWS"], options["COLUMNS"]
     # The last has the tile of the last row and the first column.
@@ -537,9 +523,8 @@ def grad_lags(
     dlags = empty(query, (shares, heads, context), torch.float32)
     with torch.cuda.device_of(query):
         grad_lags_kernel[shares, diagonals, heads](
-            *(query, key, value, dy, level, partial),
-            *strides(query, key, value),
-            *(batch, tokens, scale_of(query, heads)),
+            *(*inputs, dy.contiguous(), level, partial),
+            *(*steps, batch, tokens, options["KEYS"] ** -0.5),
             **options,
         )
         along_diagonals_kernel[shares, triton.cdiv(context, LAGS_AT_ONCE), heads](
@@ -547,6 +532,14 @@ def grad_lags(
             **dict(HEADS=heads, ROWS=rows, COLUMNS=columns, LAGS=LAGS_AT_ONCE),
         )
     return dlags.sum(0)[:, None]
+
+
+def dense(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
+    """The tensors with the channels of a token side by side, and how far apart their texts, and the
+    tokens of a text, are.
+    """
+    found = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return found, [stride for x in found for stride in x.stride()[:2]]
 
 
 def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> dict[str, int]:
@@ -581,19 +574,6 @@ def places(weights: Weights, turned: bool = False) -> tuple[int, int, int]:
     """How far apart the weights of heads are, how long a strip is, and where its lags begin."""
     length = weights.tiles.shape[-1]
     return weights.tiles.stride(0), length, AROUND if turned else length - AROUND
-
-
-def scale_of(query: Tensor, heads: int) -> float:
-    return (query.shape[-1] // heads) ** -0.5
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """How far apart texts, and tokens of a text, are."""
-    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
-
-
-def dense_channels(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def empty(like: Tensor, shape: tuple, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,9 +1,9 @@
-"""The operators of `mixer.ops` in plain PyTorch, and single rows of them for generation.
+"""The operators of `mixer.ops` in plain PyTorch, and single rows of them for generation; weights by
+lag, W[i, j] = lags[i - j], with one number for each distance of two tokens (arXiv 2605.06683).
 
 `triangular_conv`, `keyed_conv` and `mix_row` have the operators' arguments; `backend` has no
-effect. Arguments are not checked.
-
-This file is copied beside every saved model, so it imports from its own folder alone.
+effect. Arguments are not checked. The file is copied beside every saved model, so it imports
+nothing of this package.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), out then in; bias (heads, context).
@@ -13,14 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .lags import toeplitz, weight_by_lag
-
 BACKENDS = ("auto", "cuda", "dense")
 
 # Panels of keyed mixing, at most, and their rows, at least. p panels compute (p + 1) / 2p of the
 # square, but thin ones run at a lower rate, and many take long to compile.
 PANELS, PANEL_ROWS = 8, 64
 EPSILON = 1e-6  # of the norm of queries and keys
+
+
+def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in autocast's dtype where it is on, except fp64. Autocast itself leaves the
+    output of an embedding in fp32, and with it the residual stream: norms and sums would move twice
+    the bytes.
+    """
+    first = tensors[0]
+    device = first.device.type
+    if first.is_meta or first.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    # to() costs the host a dispatch even where it changes nothing
+    return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -38,23 +50,16 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3).flatten(2)
 
 
-def shift_channels(x: Tensor, distance: int) -> Tensor:
-    """out[..., c] = x[..., c + distance], zero where c + distance lies outside the head."""
-    width = x.shape[-1]
+def seen_by_tap(x: Tensor, tap: int, taps: int) -> Tensor:
+    """out[..., c] = x[..., c + tap - (taps - 1) // 2], zero outside the head: as in
+    nn.Conv1d(padding="same"), (taps - 1) // 2 of the taps look to the left.
+    """
+    distance = tap - (taps - 1) // 2
     if distance == 0:
         return x
-    if abs(distance) >= width:
+    if abs(distance) >= x.shape[-1]:
         return torch.zeros_like(x)
-    return F.pad(
-        x[..., max(distance, 0) : width + min(distance, 0)], (max(-distance, 0), max(distance, 0))
-    )
-
-
-def tap_shift(tap: int, taps: int) -> int:
-    """By how many channels tap `tap` looks to the right. As in nn.Conv1d(padding="same"),
-    (taps - 1) // 2 of the taps look to the left.
-    """
-    return tap - (taps - 1) // 2
+    return F.pad(x, (-distance, distance))
 
 
 def triangular_conv(
@@ -74,9 +79,9 @@ def triangular_conv(
     heads, taps = weight.shape[:2]
     mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = by_each_head(mask[:, 0], shift_channels(parts, tap_shift(0, taps)))
+    y = by_each_head(mask[:, 0], seen_by_tap(parts, 0, taps))
     for tap in range(1, taps):
-        y = y + by_each_head(mask[:, tap], shift_channels(parts, tap_shift(tap, taps)))
+        y = y + by_each_head(mask[:, tap], seen_by_tap(parts, tap, taps))
     if bias is not None:
         y = y + bias[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
@@ -95,7 +100,9 @@ def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
     return (matrix @ side_by_side).view(heads, tokens, batch, width).transpose(1, 2)
 
 
-def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> Tensor:
+def mix_rows(
+    memory: Tensor, rows: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor
+) -> Tensor:
     """The triangular convolution of a few new tokens, given the inputs of all tokens so far.
 
     Args:
@@ -104,11 +111,12 @@ def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> T
         rows: those of the weight that the new tokens have, (batch or 1, heads, taps, new, length),
             as `rows_at` returns them.
         bias: (heads, context).
-        positions: (batch or 1, new tokens) int64, where each new token stands; 1 if that is the
-            same in all texts.
+        residual: (batch, new, channels), or None.
+        positions: (batch or 1, new) int64, where each new token stands; 1 if that is the same in
+            all texts.
 
     Returns:
-        (batch, new tokens, channels), in memory's dtype.
+        (batch, new, channels), in memory's dtype.
     """
     taps, new = rows.shape[2:4]
     # One product for all taps, so that the memory is read once.
@@ -118,8 +126,10 @@ def mix_rows(memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor) -> T
     y = bias[:, positions].transpose(0, 1)[..., None]  # (batch or 1, heads, new, 1)
     y = y.to(products.dtype)
     for tap in range(taps):
-        y = y + shift_channels(products[:, :, tap], tap_shift(tap, taps))
-    return y.transpose(1, 2).flatten(2)
+        y = y + seen_by_tap(products[:, :, tap], tap, taps)
+    y = y.transpose(1, 2).flatten(2)
+    # Under autocast the residual stream has the autocast type, as y has.
+    return y if residual is None else y + residual.to(y.dtype)
 
 
 def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
@@ -236,11 +246,8 @@ def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
     """Writes rows (batch, heads, new, channels of a head) into the memory at positions (batch or 1,
     new).
     """
-    if positions.shape[0] == 1:
-        memory.index_copy_(2, positions[0], rows)
-    else:
-        samples = torch.arange(len(positions), device=positions.device)[:, None]
-        memory[samples, :, positions] = rows.transpose(1, 2)
+    texts = torch.arange(len(rows), device=rows.device)[:, None]
+    memory[texts, :, positions] = rows.transpose(1, 2)
 
 
 def mix_row(
@@ -254,6 +261,84 @@ def mix_row(
 ) -> Tensor:
     """One new token of each text, x (batch, 1, channels): written into the memory and mixed."""
     write_rows(memory, by_head(x, weight.shape[0]), positions)
-    y = mix_rows(memory, rows_at(positions, weight, memory), bias, positions)
-    # Under autocast the residual stream has the autocast type, as y has.
-    return y if residual is None else y + residual.to(y.dtype)
+    return mix_rows(memory, rows_at(positions, weight, memory), bias, residual, positions)
+
+
+# ------------------------------------------------------------------------- weights by lag
+
+
+def toeplitz(lags: Tensor, tokens: int) -> Tensor:
+    """The weight of the first `tokens` tokens: (..., context) -> (..., tokens, tokens), zero above
+    the diagonal. Its gradient is summed along the diagonals in a fixed order.
+    """
+    return _Toeplitz.apply(lags, tokens)
+
+
+class _Toeplitz(torch.autograd.Function):
+    """Autograd's own gradient would add each number to its lag by an atomic operation."""
+
+    @staticmethod
+    def forward(ctx, lags: Tensor, tokens: int) -> Tensor:
+        ctx.context = lags.shape[-1]
+        position = torch.arange(tokens, device=lags.device)
+        return lags_at(lags, position[:, None] - position)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        sums = diagonal_sums(gradient)
+        return F.pad(sums, (0, ctx.context - sums.shape[-1])), None
+
+
+def lags_at(lags: Tensor, lag: Tensor) -> Tensor:
+    """lags[..., lag], zero where a lag is negative: (..., context) -> (..., *shape of lag)."""
+    return torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0)
+
+
+def falling(decay: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """exp(-lag * decay) by lag, and its sums over the lags up to each: (heads,) -> two of (heads,
+    tokens). So toeplitz(first) / second[..., None] has rows that add up to 1: means of the tokens
+    so far, in which nearer tokens count for more.
+    """
+    by_lag = (-torch.arange(tokens, device=decay.device) * decay[:, None]).exp()
+    return by_lag, by_lag.cumsum(-1)
+
+
+def weight_by_lag(lags: Tensor, decay: Tensor | None, tokens: int) -> Tensor:
+    """The weight of the first tokens: lags (heads, taps, context) and decay (heads,) -> (heads,
+    taps, tokens, tokens), zero above the diagonal. With decay, which keyed mixing has, a mean of
+    the tokens so far is added, in which nearer ones count for more.
+    """
+    weight = toeplitz(lags, tokens)
+    if decay is None:
+        return weight
+    by_lag, sums = falling(decay, tokens)
+    return weight + (toeplitz(by_lag, tokens) / sums[..., None])[:, None]
+
+
+def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, length: int) -> Tensor:
+    """Rows of a weight by lag, for `length` tokens: lags (heads, taps, context), decay (heads,) and
+    positions (batch or 1, new) -> (batch or 1, heads, taps, new, length), zero for later tokens.
+    """
+    # (batch or 1, new, length)
+    lag = positions[..., None] - torch.arange(length, device=lags.device)
+    rows = lags_at(lags, lag)  # (heads, taps, batch or 1, new, length)
+    if decay is not None:
+        by_lag, sums = falling(decay, lags.shape[-1])
+        rows = rows + (lags_at(by_lag, lag) / sums[:, positions][..., None])[:, None]
+    return rows.permute(2, 0, 1, 3, 4)
+
+
+def diagonal_sums(matrix: Tensor) -> Tensor:
+    """Sums along the diagonals on and below the main one: (..., context, context) -> (...,
+    context). Entry l is the sum over i of matrix[..., i, i - l].
+    """
+    context = matrix.shape[-1]
+    # A step of context + 1 numbers goes down a diagonal, so in rows of so many numbers each
+    # diagonal is a column: neighbours in memory are summed side by side. Column 0 is the main
+    # diagonal but for its last number. Column c is the diagonal of lag context + 1 - c, behind the
+    # end of one above the main diagonal.
+    skewed = matrix.flatten(-2)[..., :-1].unflatten(-1, (context - 1, context + 1))
+    place = torch.arange(context + 1, device=matrix.device)
+    live = (place == 0) | (place[: context - 1, None] + place >= context)
+    sums = torch.where(live, skewed, 0).sum(-2)
+    return torch.cat([sums[..., :1] + matrix[..., -1, -1:], sums[..., 2:].flip(-1)], -1)

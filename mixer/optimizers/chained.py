@@ -19,12 +19,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     It has the groups of all of them and one state for all, so that accelerate, GradScaler and
     checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
     guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
-    clipping). Parts that know both (`_step_supports_amp_scaling`) are given them. The gradients of
-    others are divided before they see them, or set to zero on the device, so that NaN never reaches
-    a weight.
-
-    Args:
-        parts: the optimizers.
+    clipping). For parts that do not know both (`_step_supports_amp_scaling`), gradients are divided
+    here, or set to zero, so that NaN never reaches a weight.
     """
 
     _step_supports_amp_scaling = True
@@ -32,56 +28,50 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def __init__(self, parts: Sequence[torch.optim.Optimizer]):
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = list(parts)
-        self.group_counts = [len(part.param_groups) for part in parts]
         self._share()
 
     def __setstate__(self, state: dict) -> None:
-        """Loading a state, which accelerate does when it prepares an optimizer, makes new
-        objects.
-        """
+        """Loading a state, as accelerate does to prepare an optimizer, makes new objects."""
         super().__setstate__(state)
         self._share()
 
     def _share(self) -> None:
         """Gives the parts the groups and the state of the whole: the same objects, not copies."""
-        start = 0
-        for part, count in zip(self.parts, self.group_counts, strict=True):
-            part.param_groups = self.param_groups[start : start + count]
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
-            start += count
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         for part in self.parts:
             if getattr(part, "_step_supports_amp_scaling", False):
-                part.grad_scale, part.found_inf = scale, found_inf
+                part.found_inf = getattr(self, "found_inf", None)
+                part.grad_scale = getattr(self, "grad_scale", None)
             else:
-                _prepare_gradients(part, found_inf, scale)
+                for gradient in gradients_of(part):
+                    skip, scale = skip_and_scale(self, gradient.device)
+                    gradient.div_(scale).masked_fill_(skip > 0, 0)
             part.step()
 
 
-def _prepare_gradients(
-    part: torch.optim.Optimizer, found_inf: Tensor | None, scale: Tensor | None
-) -> None:
-    parameters = [p for group in part.param_groups for p in group["params"]]
-    for gradient in (p.grad for p in parameters if p.grad is not None):
-        if scale is not None:
-            gradient.div_(scale.to(gradient.device))
-        if found_inf is not None:
-            gradient.masked_fill_(found_inf.to(gradient.device) > 0, 0)
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
-def gradient_norm(optimizer: ChainedOptimizer) -> Tensor:
+def skip_and_scale(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of a step: 1 if it is to change nothing, else 0, and what gradients are divided by."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    scale = getattr(optimizer, "grad_scale", None)
+    skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
+    return skip, torch.ones((), device=device) if scale is None else scale.to(device)
+
+
+def gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """The norm of all gradients, also where they are sharded over the processes."""
-    norms = []
-    for part in optimizer.parts:
-        parameters = [weight for group in part.param_groups for weight in group["params"]]
-        gradients = [weight.grad for weight in parameters if weight.grad is not None]
-        if gradients:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norm = torch.nn.utils.get_total_norm(gradients_of(optimizer))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
@@ -94,12 +84,10 @@ def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
 
 
 class Guard:
-    """Skips each optimizer step whose gradient is not finite, without waiting for the device.
-
-    The step is skipped on the device: torch's fused AdamW leaves everything as it is where its
-    `found_inf` is 1, which is how GradScaler skips steps too (and does here, with fp16: then
-    `scaled` is true). With `stop_at_first`, all steps after the first such one are skipped too.
-    `look` is the one place that waits, and belongs where the loop waits anyway.
+    """Skips each optimizer step whose gradient is not finite, without waiting for the device: the
+    optimizer leaves everything as it is where its `found_inf` is 1. With fp16 GradScaler does that
+    (`scaled`). With `stop_at_first`, all steps after the first such one are skipped too. `look` is
+    the one place that waits, and belongs where the loop waits anyway.
     """
 
     def __init__(
@@ -126,28 +114,21 @@ class Guard:
 
     def look(self, step: int) -> int:
         """How many steps were skipped since the last look, when `step` is done. Waits for the
-        device.
-
-        Raises NotFinite where the skipped steps must end the run.
+        device. Raises NotFinite where the skipped steps must end the run.
         """
         skipped, in_a_row = torch.stack([self.skipped, self.in_a_row]).tolist()
         self.skipped.zero_()
-        if in_a_row and self.stop_at_first:
+        allowed = 1 if self.stop_at_first else MOST_SKIPPED
+        if in_a_row >= allowed:
+            advice = "lower optim.lr or raise optim.warmup_steps"
+            if self.stop_at_first:
+                advice += " (or set train.non_finite=skip, to skip such steps)"
+            if self.scaled:
+                advice = "set train.mixed_precision=bf16 or no"
             raise NotFinite(
-                f"the gradient of step {step - in_a_row + 1} is not finite. The step did not "
-                "change the weights. Lower optim.lr or raise optim.warmup_steps and run the same "
-                "command again, which goes on from the last checkpoint, or set "
-                "train.non_finite=skip to skip such steps"
-            )
-        if in_a_row >= MOST_SKIPPED:
-            advice = (
-                "Set train.mixed_precision=bf16 (or no), which has no such limit"
-                if self.scaled
-                else "Lower optim.lr or raise optim.warmup_steps"
-            )
-            raise NotFinite(
-                f"{in_a_row} steps in a row were skipped, up to step {step}, because their "
-                f"gradients were not finite; allowed: fewer than {MOST_SKIPPED}. {advice}, and run "
-                "the same command again, which goes on from the last checkpoint"
+                f"the gradient of step {step - in_a_row + 1} is not finite, and {in_a_row} steps "
+                f"in a row were skipped, up to step {step}; allowed: at most {allowed - 1}. "
+                f"They did not change the weights: {advice} and run the same command again, which "
+                "goes on from the last checkpoint"
             )
         return skipped

@@ -17,7 +17,7 @@ from mixer.common.errors import first_line
 from mixer.common.hardware import TYPES
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, RecurrentConv, TriangularConv
-from mixer.ops.choice import difference
+from mixer.ops.triangular import difference
 from mixer.training.config import RunConfig
 
 RACE_SECONDS = 0.2  # for each backend

@@ -14,8 +14,7 @@ from torch import nn
 from mixer.common.errors import UserError
 from mixer.common.options import option
 from mixer.optimizers.chained import ChainedOptimizer
-from mixer.optimizers.muon import Muon
-from mixer.optimizers.shared_lags import SharedLagsAdamW
+from mixer.optimizers.updates import Muon, SharedLagsAdamW
 
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 Processes = dist.ProcessGroup | None  # that hold the same model and may share work

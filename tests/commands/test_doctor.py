@@ -9,7 +9,7 @@ import torch
 from launching import run_python
 
 from mixer import doctor
-from mixer.ops import choice
+from mixer.ops import cuda
 
 # As torch words them (c10/cuda/CUDAFunctions.cpp).
 BLIND = {
@@ -53,7 +53,7 @@ def test_a_gpu_has_no_problem_or_one_with_its_command(monkeypatch, capsys, capab
     about |= {"get_device_name": lambda _: "a GPU", "get_device_capability": lambda _: capability}
     for name, value in about.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(choice, "device_reason", probe)
+    monkeypatch.setattr(cuda, "device_reason", probe)
     with pytest.raises(SystemExit) as status:
         doctor.main([])
     said = capsys.readouterr().out

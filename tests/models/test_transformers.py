@@ -85,8 +85,7 @@ def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixings,
         ({"mixer.ops": None}, None),  # not installed
         ({"mixer": None, "mixer.ops": None}, None),
         ({"mixer.ops": types.ModuleType("mixer.ops")}, "cannot import name 'keyed_conv'"),
-        ({"mixer.ops.cuda": None}, "cannot import name 'cuda'|mixer.ops.cuda"),
-        ({"mixer.ops.row_operator": None}, "mixer.ops.row_operator"),
+        ({"mixer.ops.triangular": None}, "mixer.ops.triangular"),
     ],
 )
 def test_a_package_that_is_there_and_cannot_be_imported_is_an_error(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.ops import choice, cuda, keyed
+from mixer.ops import cuda, keyed, triangular
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def gpu(monkeypatch):
     """Pretends a GPU of a compute capability, whose kernels are built."""
 
     def pretend(capability: int) -> torch.device:
-        choice.warn_once.cache_clear()
+        triangular.warn_once.cache_clear()
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
-        monkeypatch.setattr(choice, "device_reason", lambda index: None)
+        monkeypatch.setattr(cuda, "device_reason", lambda index: None)
         return torch.device("cuda", 0)
 
     return pretend
@@ -37,13 +37,13 @@ def test_auto_takes_the_kernels_for_what_they_serve_and_says_why_not(
 ):
     shape = (2, 512, 2 * width)
     x = SimpleNamespace(dtype=dtype, shape=shape, device=gpu(capability), is_cuda=True)
-    assert choice.kernels_take("auto", x, heads=2) == serves
+    assert triangular.kernels_take("auto", x, heads=2) == serves
     reason = f"x is {dtype} on cuda:0.* the CUDA kernels take float16"
     assert serves or f"x is {dtype} on cuda:0" in caplog.text
     if not serves:
         with pytest.raises(UserError, match=f"'cuda' cannot run here: {reason}"):
-            choice.kernels_take("cuda", x, heads=2)
-    assert not choice.kernels_take("dense", x, heads=2)
+            triangular.kernels_take("cuda", x, heads=2)
+    assert not triangular.kernels_take("dense", x, heads=2)
 
 
 @pytest.mark.skipif(not keyed.HAS_TRITON, reason="no Triton here")

@@ -11,7 +11,7 @@ from mix_row_cases import TYPES, case, exact
 from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
-from mixer.ops import build, cuda, mix_row, row_operator
+from mixer.ops import build, cuda, mix_row, triangular
 
 # so that shapes are shared out in all ways: on Hopper, to clusters of 1, 2, 4 and 8
 PROCESSORS = {"": 4, build.HOPPER_FLAG: 20}
@@ -66,7 +66,7 @@ def test_the_kernels_source_is_right_on_the_cpu(shape, dtype, weight_dtype, kern
         arguments = case(*shape, length, dtype, weight_dtype, ragged=length != 7)
         expected, written = exact(*arguments)
         memory, residual = arguments[0], arguments[4] if length != 1 else None
-        y = row_operator.launch(*arguments[:4], residual, arguments[5])
+        y = triangular.launch(*arguments[:4], residual, arguments[5])
         expected = expected if residual is not None else expected - arguments[4].double()
         torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
         assert torch.equal(memory.double().nan_to_num(0), written)
@@ -77,7 +77,7 @@ def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
     memory, *inputs, _ = case(2, 1, 16, 7, torch.float32, torch.float32)
     before = memory.clone()
     for outside in (7, -1):
-        y = row_operator.launch(memory, *inputs, torch.tensor([[outside], [0]]))
+        y = triangular.launch(memory, *inputs, torch.tensor([[outside], [0]]))
         assert y[0].isnan().all() and y[1].isfinite().all()
         assert torch.equal(memory[0].nan_to_num(0), before[0].nan_to_num(0))
 
@@ -89,19 +89,10 @@ def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)
     assert not kernel
-    monkeypatch.setattr(row_operator, "kernel_serves", lambda *arguments: True)
+    monkeypatch.setattr(triangular, "kernel_serves", lambda *arguments: True)
     assert torch.equal(generate(model, ids, **settings), expected)
     # the first of the 4 tokens comes from the prompt
     assert len(kernel) == 3 * 2 * len(model.model.layers)
-
-
-@pytest.mark.parametrize("taps", [1, 3])
-def test_the_operator_keeps_the_contract_of_torch(taps):
-    memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)
-    weight = weight.nan_to_num(0).expand(-1, taps, -1, -1).contiguous()
-    for last in (residual, None):
-        arguments = (memory.nan_to_num(0).clone(), x, weight, bias, last, positions, "auto")
-        torch.library.opcheck(torch.ops.mixer.mix_row, arguments)
 
 
 @pytest.mark.parametrize("how", ["plain", "autocast", "gradient"])

@@ -9,7 +9,7 @@ from mix_row_cases import TYPES, case, exact
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, tokens
 
 from mixer.models.masked_mixer.cache import MixingCache
-from mixer.ops import choice, mix_row, row_operator
+from mixer.ops import cuda, mix_row, triangular
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -21,7 +21,7 @@ SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 16), (1,
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    reason = choice.device_reason(0)
+    reason = cuda.device_reason(0)
     assert reason is None, reason
 
 
@@ -39,7 +39,7 @@ def test_as_near_to_fp64_as_the_type_allows(shape, dtype, weight_dtype, length):
     arguments = on_gpu(
         case(*shape, length, dtype, weight_dtype, ragged=length % 2 == 0 or shape[0] == 3)
     )
-    assert row_operator.kernel_serves(*arguments, "auto")
+    assert triangular.kernel_serves(*arguments, "auto")
     expected, written = exact(*arguments)
     y = mix_row(*arguments)
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)

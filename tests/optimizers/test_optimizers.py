@@ -5,11 +5,9 @@ import torch
 from models import small_model
 from torch import nn
 
-from mixer.ops.lags import diagonal_sums
-from mixer.ops.plain import triangular_conv
+from mixer.ops.plain import diagonal_sums, triangular_conv
 from mixer.optimizers.chained import ChainedOptimizer
-from mixer.optimizers.muon import STEPS, A, B, C, Muon, iterate, normalized
-from mixer.optimizers.shared_lags import SharedLagsAdamW
+from mixer.optimizers.updates import STEPS, A, B, C, Muon, SharedLagsAdamW, iterate, normalized
 from mixer.training.optim import OptimConfig, build_optimizer
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))

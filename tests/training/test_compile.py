@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.models.masked_mixer import modeling
-from mixer.models.masked_mixer.layers import gelu, short_gelu
+from mixer.models.masked_mixer.mixing import gelu, short_gelu
 from mixer.training import passes, start
 from mixer.training.config import load_config
 from mixer.training.loop import train

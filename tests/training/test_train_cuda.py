@@ -233,10 +233,10 @@ def test_graphs_change_no_loss(write_config, launch, tmp_path, processes):
 
 def kernels_of_older_gpus() -> None:
     """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says."""
-    from mixer.ops import choice, cuda
+    from mixer.ops import cuda
 
     capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
-    choice.device_reason(0)  # by the GPU's own
+    cuda.device_reason(0)  # by the GPU's own
     cuda.device_facts = lambda index: (capability, facts[1])
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from mixer.ops.plain import write_rows
@@ -17,9 +16,8 @@ from .configuration import RECURRENT
 
 Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
 Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
-# For each device, the streams whose graph has been deleted. torch keeps a cuBLAS workspace for each
-# stream that was used for a product, so streams are used again. Newer versions free the workspace
-# with any graph that was captured on the stream, so two living graphs never share a stream.
+# The streams of deleted graphs, to be used again: torch keeps a cuBLAS workspace for each stream
+# that had a product. Newer versions free it with any of the stream's graphs, so a stream has one.
 FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
@@ -53,9 +51,7 @@ class MixingCache(Cache):
         return self.kept[place]
 
     def append(self, place: Place, new: Tensor) -> Tensor:
-        """Keeps the inputs of the new tokens, (batch, heads, new, channels of a head). Returns
-        those of all tokens so far, as `extended`.
-        """
+        """Keeps inputs (batch, heads, new, channels of a head); returns all so far (`extended`)."""
         batch, heads, tokens, channels = new.shape
         self.memory(place, (batch, heads, self.config.longest_text, channels), new, new.dtype)
         inputs = self.extended(place, tokens)
@@ -70,9 +66,7 @@ class MixingCache(Cache):
         return kept if self.static else kept[:, :, : self.length + new]
 
     def run(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
-        """blocks(input_ids, self, states), of one token of each text from a CUDA graph if possible;
-        the new tokens count as earlier ones then.
-        """
+        """blocks(input_ids, self, states), from a CUDA graph where that is possible."""
         if self.static and not self.is_empty and states is None and can_capture(input_ids):
             x = self._captured(blocks, input_ids)
         else:
@@ -98,9 +92,7 @@ class MixingCache(Cache):
         return self.config.mixing_weight not in RECURRENT
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove columns. A number above zero is the length to keep, as
-        in transformers 5.4.
-        """
+        """Forgets the last -tokens_to_remove columns; transformers 5.4 gives the length to keep."""
         if not self.is_croppable:
             raise ValueError(
                 "a recurrent mixing weight keeps a sum, which cannot forget tokens: leave out "
@@ -164,35 +156,10 @@ class CapturedStep:
 
 
 def can_capture(input_ids: Tensor) -> bool:
-    """For one token of each text on a GPU, without gradients or autocast, and neither in a compiled
-    function nor in another capture.
-    """
+    """One token of each text on a GPU, without gradients, autocast, compiler or another capture."""
     return (input_ids.is_cuda and input_ids.shape[1] == 1) and not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cuda")
         or torch.compiler.is_compiling()
         or torch.cuda.is_current_stream_capturing()
     )
-
-
-class Generation(GenerationMixin):
-    """How `generate()` prepares the cache of a masked mixer, and checks the length of its text."""
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            static = generation_config.cache_implementation == "static"
-            model_kwargs["past_key_values"] = MixingCache(self.config, static)
-        else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-
-    def _validate_generated_length(self, generation_config, input_ids_length, *args):
-        super()._validate_generated_length(generation_config, input_ids_length, *args)
-        asked, context = generation_config.max_length, self.config.longest_text
-        if asked > context:
-            by_lag = self.config.mixing_weight == "lags"
-            longer = f", or call model.extend_context({asked})" if by_lag else ""
-            raise ValueError(
-                f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
-                f"were asked for, {asked} together; the model's context is {context}: shorten the "
-                f"prompt, or give a smaller max_new_tokens{longer}"
-            )

@@ -12,7 +12,6 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from mixer.common.options import option, option_problems
-from mixer.ops.lags import toeplitz
 from mixer.ops.plain import BACKENDS, triangular_conv
 
 # Mixing weights that are a recurrence, with a memory of constant size; see RecurrentConv.
@@ -148,9 +147,8 @@ def shape_problems(options: MixerOptions) -> list[str]:
 
 
 class MaskedMixerConfig(PreTrainedConfig):
-    """The configuration of a masked mixer: any of the fields of ModelOptions, above, and what
-    transformers' PreTrainedConfig takes. Raises ValueError for values that are not allowed, or not
-    together.
+    """The configuration of a masked mixer: fields of ModelOptions, and what PreTrainedConfig takes.
+    Raises ValueError for values that are not allowed, or not together.
     """
 
     model_type = "masked_mixer"
@@ -184,7 +182,7 @@ def copy_code(directory: Path) -> None:
     they import. There all stand side by side, so imports of these become relative.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    elsewhere = (Path(inspect.getfile(part)) for part in (option, toeplitz, triangular_conv))
+    elsewhere = (Path(inspect.getfile(part)) for part in (option, triangular_conv))
     files = {file.stem: file for file in (*Path(__file__).parent.glob("*.py"), *elsewhere)}
     del files["__init__"]
     for name, file in files.items():

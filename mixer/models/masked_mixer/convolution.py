@@ -1,6 +1,5 @@
-"""The convolutions that mix tokens: `TriangularConv`, by a learned lower-triangular weight (arXiv
-2409.01482, section 2), `KeyedConv`, whose weights are scaled by how well tokens fit, for both a
-weight by lag, which does not grow with the square of the context, and `RecurrentConv`.
+"""The convolutions that mix tokens: by a learned lower-triangular weight (arXiv 2409.01482, section
+2), by one that is scaled by how well tokens fit, both also by lag, and by a recurrence.
 """
 
 import math
@@ -10,8 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
-from mixer.ops.lags import diagonal_sums, rows_by_lag, toeplitz, weight_by_lag
-from mixer.ops.plain import by_head, keyed_rows, mix_rows, rows_at
+from mixer.ops.plain import (
+    by_head,
+    diagonal_sums,
+    keyed_rows,
+    mix_rows,
+    rows_at,
+    rows_by_lag,
+    toeplitz,
+    weight_by_lag,
+)
 
 from .cache import MixingCache, Place
 from .configuration import MaskedMixerConfig
@@ -24,8 +31,8 @@ except ModuleNotFoundError as error:
     # Beside a saved model this is `from .plain import`: see copy_code in configuration.py.
     from mixer.ops.plain import keyed_conv, mix_row, triangular_conv
 
-# Of the initial weights "shift": how far back the heads of a block look, block after block from
-# another place in this list on. Every fourth of them looks at the token before.
+# How far back heads look at first with mixing_init shift: those of each block from another place in
+# this list on. Every fourth looks at the token before.
 LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
 # Over so many tokens the initial weights of keyed mixing fall to 1/e, by block and head as above.
@@ -35,13 +42,13 @@ SPAN = 512
 
 
 class TriangularConv(nn.Module):
-    """y[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], in each head on its own channels.
-    With several taps, weight[i, j] is a convolution over the channels. `mixer.ops.triangular_conv`
-    defines the result.
+    """y[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], in each head on its own channels, as
+    `mixer.ops.triangular_conv` defines it. With several taps, weight[i, j] is a convolution over
+    the channels.
 
     The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
     context). A subclass may compute the weight from others: see `make_weight`, `mixing_weight` and
-    `set_mixing_weight`. `mixing.convolution` chooses the class that a configuration asks for.
+    `set_mixing_weight`.
     """
 
     place: Place = (0, 0)  # in the model, which sets it
@@ -103,15 +110,14 @@ class TriangularConv(nn.Module):
             return mix_row(inputs, x, positions=past.positions, **given)
         # (batch, heads, length, channels of a head)
         inputs = past.append(self.place, by_head(x, self.heads))
-        y = mix_rows(inputs, self.rows(past.positions, inputs), self.bias, past.positions)
-        # Under autocast the residual stream has the autocast type, as y has.
-        return y if residual is None else y + residual.to(y.dtype)
+        rows = self.rows(past.positions, inputs)
+        return mix_rows(inputs, rows, self.bias, residual, past.positions)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initial weights, with an upper triangle of zeros, by mixing_init: reference, those of
-        nn.Conv1d(context, context, taps), as the author has them; zero, so that no token gets noise
-        from others before there is something to learn from them; shift, see `_shifts`.
+        """The initial weights, with an upper triangle of zeros, by mixing_init: reference, as the
+        author's nn.Conv1d(context, context, taps); zero, so that no token gets noise from others
+        before there is something to learn from them; shift, see `_shifts`.
         """
         self._draw()
         own = [part for part in self.parameters(recurse=False) if part is not self.bias]
@@ -142,7 +148,7 @@ class TriangularConv(nn.Module):
         return weight * SHIFT_NOISE + toeplitz(self._shifts(), self.context)
 
     def _shifts(self) -> Tensor:
-        """By lag, (heads, taps, context): a head passes on the token LAGS[block + head] positions
+        """By lag, (heads, taps, context): a head passes on the token LAGS[block + head] places
         back, by the tap that looks at the same channel.
         """
         lags = torch.zeros(self.heads, self.taps, self.context, device=self.bias.device)
@@ -153,13 +159,8 @@ class TriangularConv(nn.Module):
 
 
 class KeyedConv(TriangularConv):
-    """A triangular convolution whose weights are scaled by how well tokens fit: y[i] = bias[i] +
-    sum over j <= i of weight[i, j] * f[i, j] * value[j] in each head. f[i, j] is exp(s[i, j]) over
-    its mean of all j <= i, and s[i, j] is query[i] . key[j] / sqrt(n).
-
-    Where all fit alike, f is 1, and this is a triangular convolution. Without the weight it is
-    attention (arXiv 1706.03762), multiplied by the number of tokens that the query sees.
-    `mixer.ops.keyed_conv` defines the result.
+    """A triangular convolution whose weights are scaled by how well the query of a token fits the
+    keys of others, as `mixer.ops.keyed_conv` defines it.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -278,15 +279,15 @@ class RecurrentConv(TriangularConv):
         by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
         return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
 
-    def reset_parameters(self) -> None:
-        """As the author has them: variance 2 / context, no decay, no bias."""
-        self._draw()
-
     def _draw(self) -> None:
+        """Variance 2 / context, as the author has it, no decay and no bias."""
         for parameter in self.parameters(recurse=False):
             initialization.zeros_(parameter)
         if self.config.mixing_init == "reference":
             initialization.normal_(self.scale, std=math.sqrt(2 / self.context))
+
+    def _start(self) -> None:
+        """Nothing more: they start as they are drawn."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None

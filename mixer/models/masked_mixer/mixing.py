@@ -1,10 +1,11 @@
 """Token mixing: what a masked mixer has in place of attention (arXiv 2409.01482, section 2).
 
-A block calls a variant of it as mixing(x, residual, past), for residual + mix(x), each (batch,
-tokens, channels). The variants are built around convolutions, to which they pass `past`, and
-`VARIANTS` chooses between them. A new one is one class here, a line in VARIANTS and a field of
-MixerOptions in configuration.py.
+A block calls a variant as mixing(x, residual, past), for residual + mix(x), each (batch, tokens,
+channels). Variants are built around convolutions, to which they pass `past`. A new one is a class
+here, a line in VARIANTS and a field of MixerOptions: docs/add_a_mixing_variant.md.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,18 @@ from mixer.ops.plain import by_head, turn
 from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import KeyedConv, KeyedLagConv, LagConv, RecurrentConv, TriangularConv
-from .layers import Linear, gelu
 
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
+
+
+class Linear(nn.Linear):
+    """nn.Linear, or several with the same input as one, whose outputs stand side by side. `parts`
+    has the out_features of each, for an optimizer of whole matrices.
+    """
+
+    def __init__(self, in_features: int, *parts: int, bias: bool = True):
+        super().__init__(in_features, sum(parts), bias)
+        self.parts = parts
 
 
 def convolution(config: MaskedMixerConfig, heads: int | None = None) -> TriangularConv:
@@ -30,9 +40,9 @@ def convolution(config: MaskedMixerConfig, heads: int | None = None) -> Triangul
 
 class Flat(nn.Module):
     """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
-    is the paper's flat mixer. Several heads mix their own channels between two projections, laid
-    out head after head; without mixer_projections nothing but the MLP connects the heads. Between
-    blocks of keyed mixing it never has projections, and with mixer_projections one head.
+    is the paper's flat mixer. Several heads mix their own channels between two projections; without
+    mixer_projections nothing but the MLP connects the heads. Between blocks of keyed mixing it has
+    no projections, and with mixer_projections one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -61,9 +71,9 @@ class Flat(nn.Module):
 
 class Gated(nn.Module):
     """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
-    channel by channel, what it offers to others and what it takes of them. As in Hyena with two
-    gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052), but for the convolution. in_proj
-    holds the projections: queries, keys, values, each laid out head after head.
+    channel by channel, what it offers to others and what it takes of them. Apart from the
+    convolution, Hyena with two gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052) do so.
+    in_proj holds the projections: queries, keys, values, each laid out head after head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -168,13 +178,10 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(query, key, value, **how)
         return y.transpose(1, 2).flatten(2)
 
-    def flops(self, tokens: int) -> int:
-        """As TriangularConv.flops."""
-        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
+    flops = KeyedConv.flops  # which counts the same two products
 
 
-# Which blocks of which configurations have which variant: the first line whose condition holds for
-# the configuration and the number of the block, from 0 on, decides.
+# The first line whose condition holds for a configuration and the number of a block, from 0 on.
 VARIANTS = [
     (lambda c, block: c.mixer_key_size > 0 and (block + 1) % c.mixer_keyed_every == 0, Keyed),
     (lambda c, block: c.mixer_gate, Gated),
@@ -183,5 +190,51 @@ VARIANTS = [
 
 
 def mixing_class(config: MaskedMixerConfig, block: int) -> type[nn.Module]:
-    """The variant of token mixing that a configuration asks for in a block."""
+    """The variant in a block."""
     return next(variant for holds, variant in VARIANTS if holds(config, block))
+
+
+# ------------------------------------------------------------------------- nonlinearities
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x Phi(x), with Phi the normal distribution function (arXiv 1606.08415)."""
+    if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        return short_gelu(x)
+    return F.gelu(x)
+
+
+def short_gelu(x: Tensor) -> Tensor:
+    """x Phi(x) in x's dtype and shape, by arithmetic in fp32 that is cheaper than torch's own.
+
+    Compiled for a GPU, torch's form is limited by arithmetic rather than memory: the error function
+    is a long polynomial, and the derivative needs an exponential besides. For 16-bit types a
+    shorter formula is accurate enough (Abramowitz and Stegun, Handbook of Mathematical Functions,
+    7.1.26), and its exponential is the one that the derivative needs. Phi is off by at most 3e-7,
+    while the result is rounded to 8 or 11 bits. An infinite x gives NaN, as it may in torch's own
+    form. Each operation counts: dev/LOG.md, "GELU in fewer operations".
+    """
+    wide = x.float()
+    at = wide.detach()
+    # exp(-x^2 / 2): a power of two is one operation, an exponential nine.
+    bell = torch.exp2(at * at * (-0.5 / math.log(2)))
+    denominator = 1 + 0.3275911 / math.sqrt(2) * at.abs()
+    t = torch.rsqrt(denominator * denominator)  # 1 / denominator, cheaper on a GPU than a division
+    factor = 0.0
+    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        factor = t * (coefficient / 2 + factor)
+    tail = bell * factor  # Phi(-|x|)
+    y = at.relu() - at.abs() * tail
+    if torch.is_grad_enabled():
+        slope = torch.where(at < 0, tail, 1 - tail) + at * bell / math.sqrt(2 * math.pi)
+        # The added term is zero, and gives y the derivative that we want: autograd's own would
+        # compute the polynomial again. An autograd.Function could do the same, but inside of one
+        # the compiler of torch 2.11 ignores activation checkpointing. Of wide - at the compiler of
+        # torch 2.13 makes tests for NaN and infinity, which this sum is spared.
+        y = y + slope * (wide + -at)
+    return y.to(x.dtype)

@@ -4,12 +4,9 @@ A block is that of a transformer with a learned triangular convolution in place 
 
     x = x + mix(LN(x));  x = x + MLP(LN(x))
 
-In the flat mixer, token i gets mix(x)[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], with
-one learned weight (context, context) for all channels: see TriangularConv in convolution.py, and
-mixing.py for what stands around it in other mixers.
-
-There is no position embedding, because the mixing weight has a number for every pair of positions.
-There is no norm after the last block unless `final_norm` is set, and lm_head has no bias.
+In the flat mixer, mix(x)[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], with one learned
+weight (context, context) for all channels; mixing.py has the others. There is no position
+embedding, because the mixing weight has a number for every pair of positions.
 """
 
 import math
@@ -23,12 +20,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .cache import Generation, MixingCache
+from mixer.ops.plain import in_autocast_dtype
+
+from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
-from .layers import Linear, gelu, in_autocast_type, relu2
-from .mixing import Keyed, mixing_class, rotations
-from .padding import Places, PredictedLabels
+from .loops import InTransformersLoops
+from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations
 
 # The standard deviation of the embedding's initial weights with zero_init; 1 without.
 SMALL_EMBEDDING = 0.05
@@ -37,8 +35,7 @@ SMALL_EMBEDDING = 0.05
 class MLP(nn.Module):
     """Two linear layers with a nonlinearity between, on each token by itself."""
 
-    # Set by training to save memory: backward computes the nonlinearity again, and its output is
-    # not kept.
+    # Set by training to save memory: the nonlinearity's output is computed again in backward.
     recompute_activation = False
 
     def __init__(self, config: MaskedMixerConfig):
@@ -90,9 +87,7 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Each layer gets the author's initial weights, so that runs of the two can be compared:
-        PyTorch's own defaults, or those of kaiming_init.
-        """
+        """The author's initial weights: PyTorch's own defaults, or those of kaiming_init."""
         zero_init, kaiming_init = self.config.zero_init, self.config.kaiming_init
         if isinstance(module, TriangularConv):
             module.reset_parameters()
@@ -117,6 +112,47 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MaskedMixerModel):
             for table in module.value_tables.values():
                 initialization.zeros_(table.weight)
+
+
+class Places:
+    """Where the new tokens of a batch stand, by an attention mask (batch, past + new) or None. The
+    model works on `gather(input_ids)`: the tokens of each text at the front, and padding behind
+    them, where no token can see it. `restore` puts the results back into the input's columns. A
+    padded place gets the result of the last token before it, so that the last column, which
+    `generate` reads, has the prediction of every text, whichever side is padded. Before the first
+    token stand zeros: a loss over all columns would learn from anything else there.
+    """
+
+    def __init__(self, mask: Tensor | None, new: int):
+        self.order, self.new, self.is_padded = None, new, mask is not None
+        if not self.is_padded:
+            return
+        taken = mask[:, -new:].bool()
+        # (batch, 1): tokens of each text in the cache; (batch, new): new ones up to each column
+        self.starts, self.count = mask[:, :-new].bool().sum(1, keepdim=True), taken.cumsum(1)
+        if new > 1:  # (batch, new): the columns with tokens, then those with padding
+            self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+
+    def gather(self, input_ids: Tensor) -> Tensor:
+        return input_ids if self.order is None else input_ids.gather(1, self.order)
+
+    def positions(self, earlier: int, device: torch.device, mark_padding: bool) -> Tensor:
+        """Of the gathered tokens, behind `earlier` columns in the cache: (batch or 1, new) int64.
+        Padding stands behind each text, or at -1 if it is to be marked.
+        """
+        place = torch.arange(self.new, device=device)
+        if not self.is_padded:
+            return earlier + place[None]
+        padding = (place >= self.count[:, -1:]) & mark_padding
+        return (self.starts + place).masked_fill(padding, -1)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """x (batch, new, channels), back in the order of the input's columns."""
+        if self.order is None:
+            return x
+        column = (self.count - 1).clamp(min=0)[..., None].expand_as(x)
+        before = self.starts + self.count == 0  # the first token
+        return x.gather(1, column).masked_fill(before[..., None], 0)
 
 
 class MaskedMixerModel(MaskedMixerPreTrainedModel):
@@ -172,7 +208,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
         is filled with the embedding and the output of each block, the last one after the norm.
         """
-        x = in_autocast_type(self.embed_tokens(input_ids))
+        (x,) = in_autocast_dtype(self.embed_tokens(input_ids))
         rotation = None
         if self.config.mixer_rotary:
             whole = torch.arange(x.shape[1], device=x.device)[None]
@@ -183,7 +219,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 states.append(x)
             more = {"rotation": rotation} if isinstance(layer.mixing, Keyed) else {}
             if str(number) in self.value_tables:
-                more["values"] = in_autocast_type(self.value_tables[str(number)](input_ids))
+                (more["values"],) = in_autocast_dtype(self.value_tables[str(number)](input_ids))
             x = layer(x, past, **more)
         x = self.norm(x)
         if states is not None:
@@ -215,9 +251,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
-class MaskedMixerForCausalLM(
-    MaskedMixerPreTrainedModel, Generation, PredictedLabels, GenerationMixin
-):
+class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, GenerationMixin):
     """The language model: MaskedMixerModel and lm_head. AutoModelForCausalLM.from_pretrained loads
     one after `import mixer`, and with trust_remote_code=True without it.
     """

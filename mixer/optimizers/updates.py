@@ -1,22 +1,5 @@
-"""Muon: momentum whose update is orthogonalized, for the matrices of linear layers.
-
-K. Jordan et al., https://kellerjordan.github.io/posts/muon. The scaling of J. Liu et al., arXiv
-2502.16982, section 2.2, gives an update the size that AdamW's has, so that one learning rate serves
-both.
-
-The Newton-Schulz iteration orthogonalizes many matrices at once. It moves the singular values of X,
-which has at most as many rows as columns, towards 1 and leaves the singular vectors as they are:
-
-    G = X X^T;   X <- (a I + b G + c G^2) X       STEPS times, X scaled to Frobenius norm 1 first
-
-With more rows than columns it is G = X^T X, multiplied from the other side. The singular values do
-not reach 1: the larger ones end between 0.7 and 1.2, which is near enough for a training step, and
-the small ones have grown 140-fold.
-
-All factors are polynomials of the first Gram matrix X X^T, so they commute. Here all steps are done
-on small square matrices, and X is multiplied twice: to get the first G, and by the product of the
-polynomials. For a matrix four times as wide as high that is little more than half of the
-arithmetic.
+"""Updates that torch does not have: Muon, and AdamW for mixing weights that also learn as their
+lags. Both read `found_inf` and `grad_scale`, as torch's fused optimizers do: see chained.py.
 """
 
 import math
@@ -28,9 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Matrices that are worked on together. It bounds the memory, and the time to compile functions of
-# so many, which grows by more than the number.
-MATRICES = 16
+from mixer.ops.plain import diagonal_sums, toeplitz
+from mixer.optimizers.chained import skip_and_scale
+
+MATRICES = 16  # that are worked on together: more need more memory, and far more time to compile
 A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
 # torch.optim.Muon does five. A fifth costs more and trains no better. It would also need a new Gram
 # matrix of X, since rounding errors in G grow from step to step.
@@ -43,19 +27,20 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Muon(torch.optim.Optimizer):
-    """The update of torch.optim.Muon(adjust_lr_fn="match_rms_adamw", nesterov=True), for many
-    matrices at once.
-
-    With G the gradient of a matrix of `rows` x `columns` and M its momentum:
+    """Momentum whose update is orthogonalized, for the matrices of linear layers, many at once (K.
+    Jordan et al., https://kellerjordan.github.io/posts/muon): as torch.optim.Muon(
+    adjust_lr_fn="match_rms_adamw", nesterov=True). With G the gradient of a matrix of `rows` x
+    `columns` and M its momentum:
 
         M <- momentum M + (1 - momentum) G
         U  = 0.2 sqrt(max(rows, columns)) O(momentum M + (1 - momentum) G)
         W <- (1 - lr weight_decay) W - lr U
 
-    O orthogonalizes. A parameter may hold several matrices, one below another,
-    of which each has an update of its own. Matrices of one shape go through O as one batch. The
-    processes of a data-parallel run, which hold the same gradients, share the matrices out and
-    exchange the results.
+    O orthogonalizes (`iterate`). The factor before it gives an update the size that AdamW's has, so
+    that one learning rate serves both (arXiv 2502.16982, section 2.2). A parameter may hold several
+    matrices, one below another, each with an update of its own. Matrices of one shape go through O
+    as one batch. The processes of a data-parallel run, which hold the same gradients, share the
+    matrices out and exchange the results.
 
     Args:
         params: two-dimensional parameters, or groups of them; not sharded.
@@ -63,12 +48,9 @@ class Muon(torch.optim.Optimizer):
         rows: of each of the matrices that a parameter holds, for those that hold several.
         group: the processes that share the work; None for this one alone.
         compile: what makes the elementwise parts faster, such as torch.compile.
-
-    Gradients are divided by `grad_scale`, where it is set. A step whose `found_inf` (set by
-    GradScaler and by the guard) is 1 changes nothing.
     """
 
-    _step_supports_amp_scaling = True  # see grad_scale and found_inf
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -114,10 +96,7 @@ class Muon(torch.optim.Optimizer):
         settings: dict,
     ) -> None:
         """One step for matrices of one shape."""
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        device = matrices[0].device
-        skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
-        scale = torch.ones((), device=device) if scale is None else scale.to(device)
+        skip, scale = skip_and_scale(self, matrices[0].device)
         stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
         updates = self._orthogonalize(stacked)
         rows, columns = matrices[0].shape
@@ -148,10 +127,7 @@ def directions(
     scale: Tensor,
 ) -> Tensor:
     """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
-    columns).
-
-    skip: 0 or 1 on the device; with 1 the gradients, which may not be finite, are not used. scale:
-    what gradients are divided by, a scalar.
+    columns). skip and scale: of skip_and_scale; gradients that are skipped may not be finite.
     """
     found = []
     for gradient, buffer in zip(gradients, momenta, strict=True):
@@ -170,15 +146,9 @@ def apply(
         matrix.copy_(matrix - step)
 
 
-# ------------------------------------------------------------------------- Newton-Schulz
-
-
 def normalized(x: Tensor) -> Tensor:
-    """Scales each matrix (..., rows, columns) to Frobenius norm SCALE, in the dtype for the
-    products.
-
-    That is fp16 on a GPU: every GPU multiplies it fast, and it has three bits more than bf16.
-    Gradients can be too small for it, so they are scaled first.
+    """Scales each matrix (..., rows, columns) to Frobenius norm SCALE, which fits fp16. Products
+    are fp16 on a GPU: every GPU multiplies it fast, and it has three bits more than bf16.
     """
     norm = x.square().sum((-2, -1), keepdim=True).sqrt()
     x = x * (SCALE / norm.clamp(min=SMALLEST_NORM))
@@ -186,8 +156,19 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def iterate(x: Tensor) -> Tensor:
-    """The iteration, on matrices (matrices, rows, columns) of norm SCALE as `normalized` gives
-    them.
+    """The Newton-Schulz iteration, on matrices (matrices, rows, columns) of norm SCALE, as
+    `normalized` gives them. It moves the singular values of X, which has at most as many rows as
+    columns, towards 1 and leaves the singular vectors as they are:
+
+        G = X X^T;   X <- (a I + b G + c G^2) X      STEPS times, X scaled to Frobenius norm 1 first
+
+    With more rows than columns it is G = X^T X, multiplied from the other side. Larger singular
+    values end between 0.7 and 1.2, which is near enough for a training step; small ones have grown
+    140-fold.
+
+    All factors are polynomials of the first G, so they commute. All steps are done on small square
+    matrices, and X is multiplied twice: to get the first G, and by the product of the polynomials.
+    For a matrix four times as wide as high that is little more than half of the arithmetic.
     """
     tall = x.shape[-2] > x.shape[-1]
     # (matrices, shorter side, shorter side), SCALE^2 times too large, as the next ones
@@ -207,3 +188,55 @@ def iterate(x: Tensor) -> Tensor:
 def _multiply(left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
     """factor x left x right for batches of matrices; the factor takes no time."""
     return torch.baddbmm(left.new_zeros(()), left, right, beta=0, alpha=factor)
+
+
+# ------------------------------------------------------------------------- shared lags
+
+MOMENTS = ("lag_exp_avg", "lag_exp_avg_sq")
+
+
+class SharedLagsAdamW(torch.optim.AdamW):
+    """torch.optim.AdamW(fused=True), where groups may have `shared_lags`, a factor of their
+    learning rate: their parameters are mixing weights (heads, taps, context, context), not sharded,
+    and get the AdamW update of their lags, too.
+
+    A mixing weight W[i, j] gets a gradient from one place of each sample, and so learns slowly. A
+    lag's weight a[i - j] gets one from every place. So W is trained as V + toeplitz(a). As V and a
+    act through W alone, only the optimizer needs to know: the gradient of a is the sum of W's along
+    each diagonal, an update of a is added to W along the diagonals, and `a` is never kept.
+
+    Without weight decay that is the training of V and a, up to rounding. Weight decay acts on W,
+    where the reparametrised model would decay V alone, and clipping sees the gradient of W alone.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        # before AdamW's own step, which divides the gradients in place
+        lags = [
+            (weight, diagonal_sums(weight.grad), group)
+            for group in self.param_groups
+            for weight in group["params"]
+            if group.get("shared_lags") and weight.grad is not None
+        ]
+        super().step(closure)
+        for weight, gradient, group in lags:
+            self._move(weight, gradient, group)
+
+    def _move(self, weight: nn.Parameter, gradient: Tensor, group: dict) -> None:
+        """Adds AdamW's update (arXiv 1711.05101) of the lags to a weight, or nothing where the step
+        is skipped. gradient: of the lags, (heads, taps, context).
+        """
+        state, (beta1, beta2) = self.state[weight], group["betas"]
+        for name in MOMENTS:
+            state.setdefault(name, torch.zeros_like(gradient))
+        first, second = (state[name] for name in MOMENTS)
+        skip, scale = skip_and_scale(self, weight.device)
+        gradient, live = gradient / scale, skip == 0
+        first.copy_(torch.where(live, torch.lerp(first, gradient, 1 - beta1), first))
+        new_second = beta2 * second + (1 - beta2) * gradient.square()
+        second.copy_(torch.where(live, new_second, second))
+        step = state["step"].double()
+        root = (1 - beta2**step).sqrt().to(first.dtype)
+        rate = (group["lr"] * group["shared_lags"] / (1 - beta1**step)).to(first.dtype)
+        change = rate * first / (second.sqrt() / root + group["eps"])
+        weight -= toeplitz(torch.where(live, change, 0), weight.shape[-1])

@@ -1,0 +1,77 @@
+"""What transformers' own loops ask of a model: `generate()` for its cache and the length of a text,
+the Trainer for the number of labels that are scored.
+"""
+
+from functools import wraps
+
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .cache import MixingCache
+from .configuration import MaskedMixerConfig
+
+# With label smoothing, the Trainer shifts the labels by one token only for the models in this
+# table. A model that is not in it would be trained to repeat its input.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "MaskedMixerForCausalLM")
+
+
+class InTransformersLoops(GenerationMixin):
+    """The Trainer gives each micro-batch of a step num_items_in_batch, the number of labels in all
+    of them. As it ignores attention_mask, it would also count the first token after padding on the
+    left, which nothing predicts.
+    """
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            static = generation_config.cache_implementation == "static"
+            model_kwargs["past_key_values"] = MixingCache(self.config, static)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
+    def _validate_generated_length(self, generation_config, input_ids_length, *args):
+        super()._validate_generated_length(generation_config, input_ids_length, *args)
+        asked, context = generation_config.max_length, self.config.longest_text
+        if asked > context:
+            by_lag = self.config.mixing_weight == "lags"
+            longer = f", or call model.extend_context({asked})" if by_lag else ""
+            raise ValueError(
+                f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
+                f"were asked for, {asked} together; the model's context is {context}: shorten the "
+                f"prompt, or give a smaller max_new_tokens{longer}"
+            )
+
+    @staticmethod
+    def predicted_labels(labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """labels (batch, tokens) with -100 for the first token of each text. attention_mask is that
+        of `forward`.
+        """
+        mask = labels.new_ones(labels.shape) if attention_mask is None else attention_mask
+        seen = mask.to(labels.device).bool().cumsum(1)[:, -labels.shape[1] :]
+        return labels.masked_fill(seen <= 1, -100)
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the Trainer gives num_items_in_batch. It asks this before it counts anything."""
+        from transformers import Trainer  # slow to import, except where there is a Trainer already
+
+        if not hasattr(Trainer._get_num_items_in_batch, "__wrapped__"):
+            Trainer._get_num_items_in_batch = _of_predicted(Trainer._get_num_items_in_batch)
+        return True
+
+
+def _of_predicted(count):
+    """The Trainer's method that counts labels, but of masked mixers the predicted ones alone."""
+
+    @wraps(count)
+    def counted(trainer, batches, device):
+        parts = trainer.model.modules()  # an adapter or DDP may be around the model
+        scored = next((p.predicted_labels for p in parts if hasattr(p, "predicted_labels")), None)
+        if scored and batches and "labels" in batches[0]:
+            batches = [
+                dict(batch, labels=scored(batch["labels"], batch.get("attention_mask")))
+                for batch in batches
+            ]
+        return count(trainer, batches, device)
+
+    return counted

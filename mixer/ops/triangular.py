@@ -1,0 +1,265 @@
+"""The triangular convolution, of whole texts (`triangular_conv`) and of a new token in generation
+(`mix_row`): argument checks, and whether our kernels take a call or plain PyTorch.
+"""
+
+import functools
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from mixer.common.errors import UserError
+from mixer.ops import cuda, plain
+from mixer.ops.plain import BACKENDS, in_autocast_dtype
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOST_APART = 2e-2  # relative: each backend rounds to the type
+logger = logging.getLogger("mixer.ops")
+
+
+def triangular_conv(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    backend: str = "auto",
+    *,
+    lags: Tensor | None = None,
+) -> Tensor:
+    """Learned causal mixing of tokens, the masked mixer's replacement for attention (arXiv
+    2409.01482, section 2):
+
+        y[b, i, c] = bias[h, i] + residual[b, i, c]
+                     + sum_t sum_{j <= i} weight[h, t, i, j] * x[b, j, c + t - (K - 1) // 2]
+
+    The channels are split into `heads` equal groups and channel c belongs to head h. The shift over
+    channels stays inside the head and is zero outside it: each head is `nn.Conv1d(context, context,
+    K, padding="same")` with a weight masked lower-triangular. K = 1 and heads = 1 is the paper's
+    flat mixer.
+
+    A weight may have one number for each distance of two tokens instead of one for each pair:
+    weight[h, t, i, j] = lags[h, t, i - j]. Give it as `lags`, in place of `weight`. Then no tensor
+    of context x context numbers is made by our kernels.
+
+    Args:
+        x: (batch, tokens, channels) of any strides, in one of DTYPES: bf16, fp16, fp32 or fp64.
+            tokens <= context; a shorter input uses the weight's top-left corner.
+        weight: (heads, kernel_size, context, context), out then in; x's dtype or fp32. The
+            strictly upper triangle is never read, and its gradient is exactly zero.
+        lags: (heads, kernel_size, context), x's dtype or fp32, for a weight by lag.
+        bias: (heads, context) in the weight's (or the lags') dtype, or None.
+        residual: as x, or None.
+        backend: "cuda" (our kernels: bf16 and fp16), "dense" (the masked-weight matmul in plain
+            PyTorch), or "auto": cuda where it can run, else dense.
+
+    Returns:
+        y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are
+            cast to the autocast dtype first; weight, lags and bias stay in fp32 and are cast once,
+            while the weight is packed.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or the backend's name do not fit.
+        mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
+        NotImplementedError: second derivatives where the kernels ran.
+
+    Second derivatives and torch.func's transforms are there with "dense" alone. In the kernels a
+    value of x that is not finite may spread to other tokens of the same block of 64, as it does in
+    a dense product, but never further.
+    """
+    x, residual = in_autocast_dtype(x, residual)
+    _check(x, weight, lags, bias, residual, backend)
+    given = weight if lags is None else lags
+    if kernels_take(backend, x, given.shape[0]):
+        return cuda.triangular_conv(x, given, bias, residual)
+    return plain.triangular_conv(x, weight, bias, residual, lags=lags)
+
+
+def _check(x, weight, lags, bias, residual, backend) -> None:
+    given = weight if lags is None else lags
+    fits = (
+        (weight is None) != (lags is None)
+        and x.dim() == 3
+        and x.dtype in DTYPES
+        and given.dim() == (4 if lags is None else 3)
+        and (heads := given.shape[0]) > 0
+        and given.shape[1] > 0  # taps
+        and (context := given.shape[-1]) == given.shape[2]
+        and 1 <= x.shape[1] <= context
+        and x.shape[2] > 0
+        and x.shape[2] % heads == 0
+        and given.dtype in (x.dtype, torch.float32)
+        and (bias is None or bias.shape == (heads, context) and bias.dtype == given.dtype)
+        and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
+    )
+    allowed = (
+        "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
+        "heads; either weight (heads, kernel_size, context, context) or lags (heads, kernel_size, "
+        "context) with context >= tokens, of x's dtype or float32; bias (heads, context) of their "
+        "dtype or None; residual as x or None"
+    )
+    tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
+    require(fits, backend, "triangular_conv", allowed, **tensors)
+
+
+# ------------------------------------------------------------------------- arguments
+
+
+def require(fits: bool, backend: str, operator: str, allowed: str, **given: Tensor | None) -> None:
+    """Raises ValueError for an unknown backend, and for tensors that do not fit together or are on
+    several devices: kernels would read and write out of bounds.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if fits and on_one_device(*tensors.values()):
+        return
+    described = ", ".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        for name, tensor in tensors.items()
+    )
+    raise ValueError(f"{operator} got {described}; they must be on one device: {allowed}")
+
+
+def on_one_device(*tensors: Tensor) -> bool:
+    return all(tensor.device == tensors[0].device for tensor in tensors)
+
+
+# ------------------------------------------------------------------------- do the kernels serve?
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
+    """Whether the kernels of `triangular_conv` take x. Where `auto` leaves a GPU tensor to PyTorch,
+    the log says why, once. Raises UserError for backend="cuda" where the kernels cannot run.
+    """
+    if backend == "dense" or (backend == "auto" and not x.is_cuda):
+        return False
+    # bool() would keep a symbol of the compiler's
+    is_aligned = True if x.shape[2] // heads % 8 == 0 else False
+    return _kernels_take(backend, x.device, x.dtype, is_aligned)
+
+
+@torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
+def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_aligned: bool) -> bool:
+    serve = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
+    if serve and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
+        reason = cuda.device_reason(device.index)
+    else:
+        heads = "" if is_aligned else ", in heads of other sizes"
+        reason = (
+            f"x is {dtype} on {device}{heads}; the CUDA kernels take float16, and from compute "
+            "capability 8.0 on bfloat16, in heads of a multiple of 8 channels. Use "
+            "backend='dense', or convert x (train.mixed_precision=fp16 or bf16)."
+        )
+    if reason is None:
+        return True
+    if backend == "cuda":
+        raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
+    warn_once(f"mixing backend 'auto' takes 'dense', since 'cuda' cannot run here: {reason}")
+    return False
+
+
+def difference(
+    results: Iterable[Tensor], wanted: Iterable[Tensor], names: Iterable[str]
+) -> str | None:
+    """Which result is away from plain PyTorch's by more than rounding; None if none is."""
+    for name, ours, theirs in zip(names, results, wanted, strict=True):
+        off, size = (tensor.norm(dtype=torch.float32) for tensor in (ours - theirs, theirs))
+        if not off <= MOST_APART * size:  # NaN is no result either
+            return (
+                f"its results are wrong on this GPU: {name} is {(off / size).item():.1e} away from "
+                "plain PyTorch's"
+            )
+    return None
+
+
+# ------------------------------------------------------------------------- one row
+
+
+def mix_row(
+    memory: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    backend: str = "auto",
+) -> Tensor:
+    """One new token of each sample: writes x into the memory at its position, and mixes it with all
+    before it.
+
+        y[b, c] = bias[h, p] + residual[b, c]
+                  + sum_t sum_{j <= p} weight[h, t, p, j] * memory[b, h, j, c + t - (K - 1) // 2]
+
+    Args:
+        memory: (batch, heads, length, channels of a head), a view into preallocated memory; changed
+            in place. Values after a sample's position are not used.
+        x: (batch, 1, channels) in the memory's dtype.
+        weight: (heads, kernel_size, context, context), x's dtype or fp32; context >= length.
+        bias: (heads, context), in the weight's dtype.
+        residual: as x, or None.
+        positions: (batch or 1, 1) int64, below length; 1 if all samples have the same. Their
+            values are not checked, because that would wait for the GPU; for a position outside the
+            memory the kernel returns NaN and writes nothing.
+        backend: as in `triangular_conv`; "auto" and "cuda" both use the kernel.
+
+    Returns:
+        y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
+
+    The kernel (csrc/mix_row.cu) reads the memory once, finds the positions on the device and needs
+    no workspace, so that a decoding step can be captured in a CUDA graph. It has no derivative:
+    where a gradient may be asked for, under autocast, in compiled code and for kernel_size > 1,
+    this is plain PyTorch. So it is for shapes that do not fit, with its errors.
+    """
+    arguments = (memory, x, weight, bias, residual, positions)
+    # The compiler sees through plain PyTorch, but not through a call of the kernel.
+    if not torch.compiler.is_compiling() and kernel_serves(*arguments, backend):
+        return launch(*arguments)
+    return plain.mix_row(*arguments)
+
+
+def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool:
+    """Whether the kernel can take a call: it would read and write out of bounds where shapes do not
+    fit. The first call on a device builds the kernels, so it must not come inside a graph capture.
+    """
+    batch, heads, length, width = memory.shape
+    context, read = weight.shape[-1], (memory, x, weight, bias, x if residual is None else residual)
+    fits = (
+        x.is_cuda
+        and backend in ("auto", "cuda")
+        and not torch.is_autocast_enabled("cuda")
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read))
+        and x.dtype in cuda.DTYPE_CODES
+        and memory.dtype == x.dtype
+        and weight.dtype in (x.dtype, torch.float32)
+        and bias.dtype == weight.dtype
+        and positions.dtype == torch.int64
+        and x.shape == (batch, 1, heads * width)
+        and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
+        and weight.shape == (heads, 1, context, context)
+        and length <= context
+        and bias.shape == (heads, context)
+        and positions.shape in ((1, 1), (batch, 1))
+        and memory.stride()[2:] == (width, 1)
+        and width * x.element_size() % 16 == 0
+        and on_one_device(positions, *read)
+    )
+    return fits and cuda.device_reason(x.device.index) is None
+
+
+def launch(memory, x, weight, bias, residual, positions) -> Tensor:
+    """`mix_row` by the kernel, for arguments that `kernel_serves` has accepted."""
+    batch, heads, length, width = memory.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    given = {"memory": memory, "x": x, "weight": weight, "bias": bias, "residual": residual}
+    given |= {"positions": positions, "y": y}
+    params = cuda.params_of(x, (batch, length, heads * width), heads, **given)
+    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
+    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
+    cuda.call("mixer_mix_row", params)
+    return y
