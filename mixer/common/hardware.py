@@ -126,10 +126,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def hardware(device: str = "cuda") -> dict:
-    """The GPU's name and the versions of driver, CUDA and torch.
-
-    For `device` "cpu", or on a machine without a GPU: "cpu" and the version of torch.
-    """
+    """The GPU's name and the versions of driver, CUDA and torch; on a CPU torch's alone."""
     if device == "cpu" or not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
     return {

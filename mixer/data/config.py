@@ -58,25 +58,13 @@ class DataConfig:
     packed: bool = option(
         True, "documents joined by EOS, cut at the context; false: a document's rows are padded"
     )
-    cut: bool = option(
-        False, "packed=false: one row a document, of its beginning, and without its EOS"
-    )
-    validation_fraction: float = option(
-        0.01, "share of the documents held out for validation", above=0, below=1
-    )
-    validation_documents: int = option(
-        0, "hold out the first so many documents in place of a share; 0: that share", at_least=0
-    )
-    validation_path: str = option(
-        "", "text, jsonl, parquet: validate on these files, and train on all of path"
-    )
+    cut: bool = option(False, "packed=false: only the beginning of a document, without EOS")
+    validation_fraction: float = option(0.01, "share of documents held out", above=0, below=1)
+    validation_documents: int = option(0, "hold out the first so many; 0: a share", at_least=0)
+    validation_path: str = option("", "text, jsonl, parquet: files for validation alone")
     validation_split: str = option("", "hub: validate on this split, and train on all of split")
-    max_documents: int = option(
-        0, "read only so many documents; 0: all. A validation text is read whole", at_least=0
-    )
-    workers: int = option(
-        0, "processes that tokenise; 0: one for each usable core", at_least=0, at_most=1024
-    )
+    max_documents: int = option(0, "read only so many documents of path; 0: all", at_least=0)
+    workers: int = option(0, "processes that tokenise; 0: one a core", at_least=0, at_most=1024)
 
 
 def unused_options(config: DataConfig) -> set[str]:

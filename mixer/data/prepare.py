@@ -74,9 +74,8 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     """Tokenise the corpus of `config` into `config.directory`, unless that was done already, and
     return its manifest. Of several processes one works, and the others wait and find it done.
 
-    Files of the source that change later are not noticed: a directory stands for the settings it
-    was made with. Raises UserError for a source that cannot be used, and for a directory that holds
-    anything else; nothing is ever overwritten, and a refusal leaves nothing behind.
+    Files of the source that change later are not noticed. Raises UserError for a source that cannot
+    be used, and for a directory that holds anything else; a refusal leaves nothing behind.
     """
     # Prepared data can be used where nothing can be written, so it takes no lock.
     if (manifest := existing_data(config)) is not None:

@@ -18,7 +18,6 @@ from mixer.data.config import Manifest
 
 STEPS_AHEAD = 2
 ROUNDS = 6
-UINT64 = (1 << 64) - 1
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, tokens)
 
@@ -201,7 +200,7 @@ def hash_number(text: str) -> int:
     """64 bits of a text: FNV-1a, mixed."""
     value = 0xCBF29CE484222325
     for byte in text.encode():
-        value = ((value ^ byte) * 0x100000001B3) & UINT64
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
     return int(mixed(np.array([value], np.uint64))[0])
 
 

@@ -31,8 +31,7 @@ class World:
     Attributes:
         accelerator: accelerate's engine, which wraps the model in DDP or FSDP.
         device: where this process computes.
-        rank, size: which of how many processes this is. Rank 0 is the main process, which alone
-            prints, and writes the run's files.
+        rank, size: which of how many processes this is. Rank 0 prints, and writes the run's files.
         is_sharded: whether FSDP shards the model.
     """
 
@@ -78,8 +77,8 @@ class World:
         other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
         if other is not None:
             raise UserError(
-                f"{what} is not for process {other} what it is for process 0; allowed: a directory "
-                "that all hosts share, by its full path if they start in different directories"
+                f"{what} is not for process {other} what it is for process 0; allowed: one "
+                "directory that all hosts share, by its full path if they start in different ones"
             )
 
 
@@ -156,9 +155,8 @@ def build_accelerator(precision: str) -> Accelerator:
 class Stop:
     """A signal to any process: all of them save and end after the same step.
 
-    Each step calls `ask`, which begins to ask all processes whether they received a signal, and
-    then `agreed`, which returns the answer. The step is computed in between, so asking costs no
-    time.
+    Each step begins to `ask` all processes whether they received a signal. It is computed before
+    they have `agreed`, so that asking costs no time.
 
     The same signal again ends the process at once; a different one does not, because a launcher
     that ends at Ctrl-C also sends SIGTERM. SIGHUP does nothing under nohup.

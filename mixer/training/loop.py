@@ -66,8 +66,7 @@ class Trainer:
         if world.is_main:
             if self.counters.step < run.train.steps:  # else it stays as it is
                 save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
-            step, again = self.counters.step, self.owes_evaluation
-            self.metrics = Metrics(run, step, again, state.wandb_id, world.say)
+            self.metrics = Metrics(run, self.counters.step, self.owes_evaluation, state.wandb_id)
         samples = len(data.training)
         world.say(banner(run, state, samples, memory, world))
 

@@ -17,7 +17,7 @@ import torch
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from torch import nn
 
-from mixer.common.errors import Say, first_line
+from mixer.common.errors import first_line
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.data.config import TASKS
@@ -52,9 +52,7 @@ class Timer:
     ) -> dict[str, float]:
         """Since the last call: the throughput of all processes, with useful TFLOP/s and their share
         of the devices' peak if that is known, and the share of time that this process waited for
-        data. Waits for the device.
-
-        tokens: trained on so far by all processes, padding left out.
+        data. Waits for the device. tokens: trained on so far by all processes, without padding.
         """
         if world.device.type == "cuda":
             torch.cuda.synchronize()
@@ -141,9 +139,7 @@ class Metrics:
     wandb_id: of the run at wandb, where it goes on there.
     """
 
-    def __init__(
-        self, run: RunConfig, step: int, again: bool, wandb_id: str | None, say: Say = print
-    ):
+    def __init__(self, run: RunConfig, step: int, again: bool, wandb_id: str | None):
         path, self.name = run.directory / "metrics.jsonl", run.logging.tracker
         self.validation_losses: dict[int, float] = {}  # by step
         self.tracker = self._try(lambda: _start_tracker(run, wandb_id))
@@ -151,13 +147,13 @@ class Metrics:
         self.wandb_id = wandb.id if wandb else wandb_id
         self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
         kept = []
-        for text, line in readable_lines(path, say) if path.exists() else []:
+        path.touch()
+        for text, line in readable_lines(path, print):
             is_again = again and "validation_loss" in line
             if line["step"] < step or (line["step"] == step and not is_again):
                 kept.append(text + "\n")
                 self._note(line)
-        if path.exists():
-            write_text(path, "".join(kept))
+        write_text(path, "".join(kept))
         self.file = open(path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:

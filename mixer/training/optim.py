@@ -53,9 +53,7 @@ class OptimConfig:
         f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} where the context is above {LONG} tokens",
         above=0,
     )
-    mixing_lr: float = option(
-        1.0, "that of full mixing weights as a multiple of lr; lags have shared_lags_lr", above=0
-    )
+    mixing_lr: float = option(1.0, "that of full mixing weights, as a multiple of lr", above=0)
     matrices_lr: float = option(1.0, "that of the matrices of linear layers", above=0)
     vectors_lr: float = option(1.0, "that of biases and norms", above=0)
 
