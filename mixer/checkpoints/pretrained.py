@@ -14,9 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, write_modules
 from mixer.common.errors import UserError, first_line
-from mixer.common.files import check_new, whole_directory
+from mixer.common.files import check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
-from mixer.common.parsing import read_json
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM

@@ -18,7 +18,7 @@ from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.common.hardware import memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
-from mixer.data.prepared import PairFile
+from mixer.data.samples import PairFile
 from mixer.distributed.world import leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.scoring import Place, TokenScores

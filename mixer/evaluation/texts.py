@@ -17,7 +17,7 @@ from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
 from mixer.common.options import option
 from mixer.data.config import TASKS, DataConfig
-from mixer.data.prepared import TokenFile
+from mixer.data.samples import TokenFile
 from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes

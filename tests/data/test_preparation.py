@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, Manifest
 from mixer.data.prepare import prepare, results
-from mixer.data.prepared import Manifest, TokenFile
+from mixer.data.samples import TokenFile
 from mixer.data.tokenizer import train_tokenizer
 
 KILLS = max(1, int(os.environ.get("MIXER_SOAK_KILLS", "0")))
