@@ -212,7 +212,7 @@ class Batches:
     the same for any number of both.
 
     Args:
-        data: a TokenFile, a PairFile or TaskSamples.
+        data: a TokenFile or PairFile, or TaskSamples in its place.
         sizes: micro-batches of a step, and samples of a process in each.
         place: this process's rank, and the number of processes.
         pin: whether batches are in pinned memory, for a GPU.
@@ -220,7 +220,7 @@ class Batches:
 
     def __init__(
         self,
-        data,
+        data: TokenFile,
         order: SampleOrder,
         sizes: tuple[int, int],
         place: tuple[int, int],

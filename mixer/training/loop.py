@@ -236,8 +236,8 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     except BaseException as error:
         if isinstance(error, OSError):
             error = UserError(
-                f"the run in {run.directory} has ended: {error}; when that is mended, the same "
-                "command goes on from the last save, if any"
+                f"the run in {run.directory} has ended: {error}; mend that and give the same "
+                "command again: it goes on from the last save, if any"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)
