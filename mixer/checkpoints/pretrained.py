@@ -136,15 +136,17 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The directory's model in fp32, on the CPU. Raises UserError if its weights cannot be read,
-    are incomplete, or are not finite floating-point numbers.
+def load_model(
+    directory: Path, config: PreTrainedConfig, kind: type = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """The directory's model of this kind in fp32, on the CPU. Raises UserError if its weights
+    cannot be read, are incomplete, or are not finite floating-point numbers.
     """
     disable_progress_bar()
     how = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     how |= {"config": config, "dtype": torch.float32}
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(str(directory), **how)
+        model, loading = kind.from_pretrained(str(directory), **how)
     except Exception as error:  # transformers and a model's own code each raise their own kinds
         if is_out_of_memory(error):
             raise

@@ -16,6 +16,7 @@ from mixer.checkpoints.checkpoint import FORMAT, STATE, local_part, optimizer_st
 from mixer.common.errors import UserError, first_line
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
+from mixer.models.architecture import model_class
 
 # Entries of trainer.json that only a resume needs.
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
@@ -70,7 +71,7 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
             "(model.*; model_type is model.architecture; vocab_size and eos_token_id come from "
             "data.*) to the checkpoint's values, or choose another name or checkpoint"
         )
-    return pretrained.load_model(checkpoint, config)
+    return pretrained.load_model(checkpoint, config, model_class(config))
 
 
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
