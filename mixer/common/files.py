@@ -106,8 +106,8 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
         if not isinstance(system, OSError):
             raise
         raise UserError(
-            f"{output} could not be written ({system}), and is as it was before: make space or "
-            "give access there, then give the same command again"
+            f"{output} could not be written ({system}), and is as it was before: mend that, then "
+            "give the same command again"
         ) from error
 
 
