@@ -25,9 +25,8 @@ from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_wei
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
 from mixer.data.tokenizer import existing_tokenizer
-from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
+from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 
 def convert(source: Path, output: Path, named: str | None, mixing: str | None = None) -> None:
@@ -68,20 +67,14 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
     if model.config.mixer_key_size:
         about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
-    other = MaskedMixerForCausalLM(MaskedMixerConfig(**about))
-    given, taken = (
-        {name: part for name, part in of.named_modules() if isinstance(part, TriangularConv)}
-        for of in (model, other)
-    )
-    kept = {n: x for n, x in model.state_dict().items() if n.rpartition(".")[0] not in given}
-    other.load_state_dict(kept, strict=False)
-    changes = []
-    for name, conv in given.items():
-        weight = conv.mixing_weight().detach().tril()
-        taken[name].set_mixing_weight(weight)
-        taken[name].bias.data.copy_(conv.bias)
-        change = taken[name].mixing_weight().detach().tril() - weight
-        changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
+    other, changes = type(model)(type(model.config)(**about)), []
+    other.load_state_dict(model.state_dict(), strict=False)  # mixing weights have other names
+    for conv, taken in zip(model.modules(), other.modules(), strict=True):
+        if isinstance(conv, TriangularConv):
+            weight = conv.mixing_weight().detach().tril()
+            taken.set_mixing_weight(weight)
+            change = taken.mixing_weight().detach().tril() - weight
+            changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
     has_tokenizer = (source / "tokenizer_config.json").exists()
     tokenizer = existing_tokenizer(str(source)) if has_tokenizer else None
     pretrained.write_new(output, other, tokenizer, source)

@@ -1,5 +1,4 @@
-"""Evaluate checkpoints: perplexity per token, word and byte, bits per byte, loss by position, speed
-and memory.
+"""Evaluate checkpoints: perplexity per token, word and byte, loss by position, speed and memory.
 
 The validation split of the run's own data:
     python eval.py --checkpoint runs/demo/step-600

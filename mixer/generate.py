@@ -3,11 +3,10 @@
 python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 """
 
-from transformers import GenerationConfig, PreTrainedModel, set_seed
-from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers import GenerationConfig, set_seed
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
-from mixer.common.errors import UserError, command_parser, first_line, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
 from mixer.evaluation.scoring import choose_device, context_of, extend_to
@@ -21,6 +20,9 @@ def continuations(
     """Each prompt and its continuation, all in one batch, sampled from the 50 likeliest tokens, or
     greedy at temperature 0. Raises UserError for whatever cannot be used, and too little memory.
     """
+    if not (new_tokens > 0 and temperature >= 0 and 0 <= seed < 2**32):
+        said = f"--new-tokens {new_tokens} --temperature {temperature:g} --seed {seed}"
+        raise UserError(f"{said}; allowed: 1 or more, 0 or more, and 0 to 2**32 - 1")
     for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
@@ -28,34 +30,27 @@ def continuations(
     sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
     lower = "Give fewer prompts at once, or a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
-        loaded = load_checkpoint(settled(checkpoint), device)
-        try:
-            set_seed(seed)
-            return sample(*loaded, prompts, new_tokens, temperature)
-        except ValueError as error:  # of an option
-            raise UserError(f"nothing can be generated: {first_line(error)}") from None
-
-
-def sample(
-    model: PreTrainedModel, tokenizer: Tokenizer, prompts: list[str], new: int, temperature: float
-) -> list[str]:
-    """`continuations` of a model, of `new` tokens."""
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    padding = {"padding": len(prompts) > 1, "padding_side": "left"}  # one needs no token to pad
-    inputs = tokenizer(prompts, return_tensors="pt", **padding).to(model.device)
-    ids = inputs.input_ids  # (prompts, tokens)
-    check_token(int(ids.max()), model, "a prompt")
-    if not extend_to(model, ids.shape[1] + new):
-        raise UserError(
-            f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new}, and the model's "
-            f"context is {context_of(model)}: shorten the prompt, or give fewer new tokens"
-        )
-    # Whatever generation_config.json says: beams, several texts for a prompt, another output.
-    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    how = {"max_new_tokens": new, "pad_token_id": tokenizer.pad_token_id}
-    if not 0 <= temperature < GREEDY_BELOW:
-        how |= {"do_sample": True, "temperature": temperature, "top_k": 50}
-    output = model.generate(ids, attention_mask=inputs.attention_mask, **how)
+        model, tokenizer = load_checkpoint(settled(checkpoint), device)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        if len(prompts) > 1 and not tokenizer.pad_token:
+            raise UserError("the tokenizer has no token to pad or end a text: give one prompt")
+        padding = {"padding": len(prompts) > 1, "padding_side": "left"}
+        inputs = tokenizer(prompts, return_tensors="pt", **padding).to(device)
+        ids = inputs.input_ids  # (prompts, tokens)
+        check_token(int(ids.max()), model, "a prompt")
+        if not extend_to(model, ids.shape[1] + new_tokens):
+            raise UserError(
+                f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}, and the "
+                f"model's context is {context_of(model)}: shorten the prompt, or ask for fewer"
+            )
+        # Whatever generation_config.json says: beams, several texts for a prompt, another output.
+        eos = model.generation_config.eos_token_id
+        model.generation_config = GenerationConfig(eos_token_id=eos)
+        how = {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
+        if temperature >= GREEDY_BELOW:
+            how |= {"do_sample": True, "temperature": temperature, "top_k": 50}
+        set_seed(seed)
+        output = model.generate(ids, attention_mask=inputs.attention_mask, **how)
     return tokenizer.batch_decode(output, skip_special_tokens=True)
 
 

@@ -63,7 +63,7 @@ REMEDY = "copy the checkpoint again, or give another one"
 UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
 
 
-# ------------------------------------------------------------------------- finding one
+# ------------------------------------------------------------------------- on the disk
 
 
 def step_of(path: Path) -> int:
@@ -148,7 +148,62 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
     return None
 
 
-# ------------------------------------------------------------------------- writing one
+def complete(partial: Path, final: Path) -> None:
+    """Lists the files of a checkpoint, and renames it once all of it is on disk."""
+    files = {
+        str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
+        for file in sorted(partial.rglob("*"))
+        if file.is_file()
+    }
+    (partial / LISTING).write_text(json.dumps(files, indent=1))
+    if final.exists():  # a damaged checkpoint of the same step, which resuming passed over
+        _remove(final)
+    publish(partial, final)
+
+
+def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
+    """Deletes checkpoints up to step `last`, except the newest `keep`, every `keep_every` steps,
+    and the best one. Later ones, which a resume has passed over, stay.
+    """
+    best = (directory / "best").resolve()
+    for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
+        if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
+            _remove(path)
+
+
+def link_best(directory: Path, validation_losses: dict[int, float | None]) -> None:
+    """Links `best` to the checkpoint with the lowest validation loss, if there is one.
+
+    validation_losses: by step; None or NaN where the loss was not finite.
+    """
+    found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
+    scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
+    if not scored:
+        return
+    best, partial = min(scored, key=scored.get), directory / "best.partial"
+    partial.unlink(missing_ok=True)
+    otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
+    if if_supported(otherwise, os.symlink, best, partial):
+        os.replace(partial, directory / "best")
+
+
+def remove_partial(directory: Path) -> None:
+    """Deletes what a killed save or deletion has left behind."""
+    for path in directory.glob("step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint. It is renamed first, so that a kill leaves no half of it. Files that
+    cannot be deleted, as on NFS while another process reads them, go at the run's next start.
+    """
+    doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------- written by a run
 
 
 class CheckpointWriter:
@@ -303,61 +358,3 @@ def local_part(tensor: Tensor) -> Tensor:
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
     """The names of the tensors that hold NaN or infinity. Waits for the device."""
     return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-
-
-# ------------------------------------------------------------------------- what is on the disk
-
-
-def complete(partial: Path, final: Path) -> None:
-    """Lists the files of a checkpoint, and renames it once all of it is on disk."""
-    files = {
-        str(file.relative_to(partial)): {"size": file.stat().st_size, "sha256": sha256(file)}
-        for file in sorted(partial.rglob("*"))
-        if file.is_file()
-    }
-    (partial / LISTING).write_text(json.dumps(files, indent=1))
-    if final.exists():  # a damaged checkpoint of the same step, which resuming passed over
-        _remove(final)
-    publish(partial, final)
-
-
-def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
-    """Deletes checkpoints up to step `last`, except the newest `keep`, every `keep_every` steps,
-    and the best one. Later ones, which a resume has passed over, stay.
-    """
-    best = (directory / "best").resolve()
-    for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
-        if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
-            _remove(path)
-
-
-def link_best(directory: Path, validation_losses: dict[int, float | None]) -> None:
-    """Links `best` to the checkpoint with the lowest validation loss, if there is one.
-
-    validation_losses: by step; None or NaN where the loss was not finite.
-    """
-    found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
-    scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
-    if not scored:
-        return
-    best, partial = min(scored, key=scored.get), directory / "best.partial"
-    partial.unlink(missing_ok=True)
-    otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
-    if if_supported(otherwise, os.symlink, best, partial):
-        os.replace(partial, directory / "best")
-
-
-def remove_partial(directory: Path) -> None:
-    """Deletes what a killed save or deletion has left behind."""
-    for path in directory.glob("step-*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint. It is renamed first, so that a kill leaves no half of it. Files that
-    cannot be deleted, as on NFS while another process reads them, go at the run's next start.
-    """
-    doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)

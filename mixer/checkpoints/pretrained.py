@@ -37,9 +37,6 @@ def refused(checkpoint: Path, problem: str) -> UserError:
     return UserError(f"checkpoint {checkpoint} {problem}: {REMEDY}")
 
 
-# ------------------------------------------------------------------------- before it is loaded
-
-
 def check_checkpoint(directory: Path) -> None:
     """Raises UserError naming what a checkpoint directory lacks, or which of its files is cut short
     or not what training wrote. Loads nothing.
@@ -88,9 +85,6 @@ def weight_types(directory: Path) -> dict[str, str]:
         except (SafetensorError, OSError) as error:
             raise refused(directory, f"has {file.name} damaged or cut short ({error})") from None
     return types
-
-
-# ------------------------------------------------------------------------- loading, and writing
 
 
 def load_checkpoint(
@@ -207,8 +201,8 @@ def write_new(
             write_modules(stage, model.config.hidden_size)
         if card:
             (stage / "README.md").write_text(card, encoding="utf-8")
-    note = "" if tokenizer else ", without a tokenizer"
-    print(f"wrote {output}: {model.num_parameters():,} parameters{note}")
+    with_one = "with" if tokenizer else "without"
+    print(f"wrote {output}: {model.num_parameters():,} parameters, {with_one} a tokenizer")
 
 
 def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None:
