@@ -44,8 +44,8 @@ from saving import file_of, markdown, measured_by, numbers, origin, parser_of, s
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import sha256
 from mixer.common.hardware import ROOT
-from mixer.common.parsing import read_yaml
 from mixer.reporting.text import read_metrics, series
+from mixer.training.config import read_yaml
 
 PARTS = ("start", "speed", "fsdp", "kill", "resume")
 # The text of configs/comparison.yaml, which is on every machine.

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from mixer.common.errors import run_command
 from mixer.common.hardware import commit
-from mixer.common.parsing import read_yaml
 from mixer.compare import options_of
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import Study
+from mixer.training.config import read_yaml
 
 
 def main() -> None:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.optimizers.chained import Guard, clip, gradient_norm
-from mixer.training.compile import compiled, compiled_parts, set_recompute
-from mixer.training.objective import Objective
 from mixer.training.optim import OptimConfig, build_optimizer
+from mixer.training.passes import Objective, compiled, compiled_parts, set_recompute
 
 
 @dataclass(frozen=True)

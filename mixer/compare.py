@@ -19,12 +19,11 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.hardware import commit
-from mixer.common.parsing import parse_yaml, read_yaml
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import Study
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
 from mixer.ops.plain import BACKENDS
-from mixer.training.config import flatten, load_config
+from mixer.training.config import flatten, load_config, parse_yaml, read_yaml
 
 
 def main(arguments: list[str] | None = None) -> None:

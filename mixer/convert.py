@@ -1,12 +1,14 @@
-"""Checkpoints converted, with the same logits: from and to the reference implementation of masked
-mixers, and to full mixing weights.
+"""Checkpoints converted: from and to the reference implementation of masked mixers, with its
+logits, and between the two forms of a mixing weight.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
-    python -m mixer.convert DIR --output DIR --mixing-weight full
+    python -m mixer.convert DIR --output DIR --mixing-weight lags
 
 The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
-second writes such weights. The third is for mixing weights by lag and recurrent ones.
+second writes such weights. The third gives each mixing weight one number for each distance of
+tokens, the mean of its diagonal, and says how far the weights were from having one. `full` is the
+way back, which changes nothing.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
 the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
@@ -22,7 +24,7 @@ from mixer.checkpoints import pretrained
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
-from mixer.data.tokenizer import existing_tokenizer, read_tokenizer
+from mixer.data.tokenizer import existing_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv
 
@@ -56,36 +58,43 @@ def convert_back(source: Path, output: Path) -> None:
     print(f"wrote {output}")
 
 
-def convert_to_full(source: Path, output: Path) -> None:
-    """Writes the model and tokenizer of a checkpoint with full mixing weights."""
+def convert_mixing(source: Path, output: Path, form: str) -> None:
+    """Writes the model and tokenizer of a checkpoint with mixing weights of another form, full or
+    lags.
+    """
     check_new(output)
     model = pretrained.load_masked_mixer(source)
-    about = model.config.to_dict() | {"mixing_weight": "full", "mixing_decay": False}
-    full = type(model)(type(model.config)(**about))
-    full.load_state_dict(model.state_dict(), strict=False)  # other mixing weights have other names
-    for conv, taken in zip(model.modules(), full.modules(), strict=True):
+    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
+    if model.config.mixer_key_size:
+        about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
+    other, changes = type(model)(type(model.config)(**about)), []
+    other.load_state_dict(model.state_dict(), strict=False)  # mixing weights have other names
+    for conv, taken in zip(model.modules(), other.modules(), strict=True):
         if isinstance(conv, TriangularConv):
-            taken.set_mixing_weight(conv.mixing_weight())
-    has_one = (source / "tokenizer_config.json").exists()
-    pretrained.write_new(output, full, read_tokenizer(str(source)) if has_one else None, source)
+            weight = conv.mixing_weight().detach().tril()
+            taken.set_mixing_weight(weight)
+            change = taken.mixing_weight().detach().tril() - weight
+            changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
+    has_tokenizer = (source / "tokenizer_config.json").exists()
+    tokenizer = existing_tokenizer(str(source)) if has_tokenizer else None
+    pretrained.write_new(output, other, tokenizer, source)
+    mean, most = sum(changes) / max(1, len(changes)), max(changes, default=0.0)
+    print(f"mixing weights changed by {mean:.2%} of their norm in the mean, at most {most:.2%}")
 
 
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
-    add(
-        "source",
-        type=pretrained.settled,
-        help="the author's file; with --back a checkpoint",
-    )
+    add("source", type=pretrained.settled, help="the author's .safetensors file, or a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, to save with it")
     one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
-    one.add_argument("--mixing-weight", choices=["full"], help="from a checkpoint to another one")
+    how = "from a checkpoint to one with mixing weights of this form"
+    one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
     add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
     options = parser.parse_args()
     if options.mixing_weight:
-        convert_to_full(options.source, options.output)
+        convert_mixing(options.source, options.output, options.mixing_weight)
     elif options.back:
         convert_back(options.source, options.output)
     else:

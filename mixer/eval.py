@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     for option in fields(EvalOptions):
         how = {"default": option.default, "help": option.metadata["help"], "metavar": "NAME"}
         if option.metadata["choices"]:
-            how |= {"choices": option.metadata["choices"], "metavar": None}
+            how |= {"choices": [*filter(None, option.metadata["choices"])], "metavar": None}
         elif not isinstance(option.default, str):
             how |= {"type": int, "metavar": "N"}
         group = text if option.name in ("text", "data", "pairs", "hub") else parser

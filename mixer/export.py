@@ -16,10 +16,10 @@ from mixer.checkpoints.checkpoint import earlier_settings, read_trainer
 from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled, write_new
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_new
-from mixer.common.parsing import as_yaml
 from mixer.data.tokenizer import read_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.text import read_metrics
+from mixer.training.config import as_yaml
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Settings that may be paths of the training machine, and are left out.

@@ -2,6 +2,7 @@
 
 python -m mixer.report runs/demo                            # runs/demo/training.png
 python -m mixer.report runs/one runs/two --output both.png  # validation loss by training time
+python -m mixer.report runs/author-toeplitz --published benchmarks/published.yaml
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, whole_file
 from mixer.reporting.figure import GREY, curves, plain_number, short_name
 from mixer.reporting.text import read_metrics, series, table
+from mixer.training.config import read_yaml
 
 MOST_MEANS = 50  # points of a smoothed curve
 
@@ -20,7 +22,11 @@ def main(arguments=None) -> None:
     parser = command_parser("mixer.report", __doc__)
     parser.add_argument("run", nargs="+", help="directory or metrics.jsonl; several are compared")
     parser.add_argument("--output", help="picture (default: a .png in the first run)")
+    how = "losses from elsewhere, to draw in the picture of one run"
+    parser.add_argument("--published", metavar="FILE", help=how)
     options = parser.parse_args(arguments)
+    if options.published and len(options.run) > 1:
+        raise UserError("--published goes with one run: give one, or leave it out")
     first = Path(options.run[0])
     output = Path(options.output or (first if first.is_dir() else first.parent))
     if output.is_dir():
@@ -30,14 +36,16 @@ def main(arguments=None) -> None:
     check_writable(output.parent)
     with whole_file(output) as stage:
         if len(options.run) == 1:
-            plot_training(first, stage)
+            plot_training(first, stage, options.published)
         else:
             print(table(compare_runs(options.run, stage)) + "\n")
     print(output)
 
 
-def plot_training(run: Path, output: Path) -> None:
-    """A run's validation loss, and behind it training loss: as logged, and smoothed."""
+def plot_training(run: Path, output: Path, published: str | None = None) -> None:
+    """A run's validation loss, and behind it training loss: as logged, and smoothed. published: a
+    file of other runs' losses, such as benchmarks/published.yaml.
+    """
     lines = read_metrics(run)
     steps, losses = series(lines, "loss")
     if not steps:
@@ -45,13 +53,30 @@ def plot_training(run: Path, output: Path) -> None:
     title = f"{short_name(run.resolve().name)}: loss"
     with curves(output, title, "optimizer step", "loss (nats per token)") as axes:
         axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
+        last = steps[-1]
         steps, losses = smooth(steps, losses)
         axes.plot(steps, losses, ".-", color=GREY, label=f"training {losses[-1]:.3f}")
         steps, losses = series(lines, "validation_loss")
         if steps:
             style = {"linewidth": 2.2, "marker": "o", "markersize": 4}
             axes.plot(steps, losses, label=f"validation {losses[-1]:.3f}", **style)
+        for name, points in published_losses(published).items() if published else ():
+            shown = [point for point in points if point[0] <= last] or points[:1]
+            label = f"{name} {shown[-1][1]:.3f}"
+            axes.plot(*zip(*shown, strict=True), "--", marker="o", markersize=3, label=label)
         axes.xaxis.set_major_formatter(plain_number)
+
+
+def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
+    """(step, loss) of each point of each run in a file. Raises UserError if it has others."""
+    try:
+        runs = {name: sorted(run["losses"].items()) for name, run in read_yaml(file).items()}
+        if not all(runs.values()):
+            raise ValueError("a run without losses")
+        return {name: [(int(at), float(loss)) for at, loss in run] for name, run in runs.items()}
+    except (TypeError, KeyError, ValueError, AttributeError):
+        form = "NAME: {losses: {4000: 3.9, 8000: 3.6}}"
+        raise UserError(f"{file} is no file of losses by step; allowed: {form}") from None
 
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:

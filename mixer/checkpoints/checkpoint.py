@@ -40,8 +40,15 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.common.errors import NotFinite, Say, UserError
-from mixer.common.files import as_system_error, flush, has_sha256, if_supported, publish, sha256
-from mixer.common.parsing import Kind, read_json
+from mixer.common.files import (
+    as_system_error,
+    flush,
+    has_sha256,
+    if_supported,
+    publish,
+    read_json,
+    sha256,
+)
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -70,7 +77,7 @@ def all_checkpoints(directory: Path) -> list[Path]:
     return sorted((p for p in directory.glob("step-*") if step_of(p) >= 0), key=step_of)
 
 
-def read_trainer(checkpoint: Path, **needed: Kind) -> dict[str, Any]:
+def read_trainer(checkpoint: Path, **needed: Any) -> dict[str, Any]:
     """The content of trainer.json; empty for a model from elsewhere. Raises UserError if it cannot
     be read, or lacks what every command or the caller needs, of these types.
     """

@@ -14,9 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, write_modules
 from mixer.common.errors import UserError, first_line
-from mixer.common.files import check_new, whole_directory
+from mixer.common.files import check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
-from mixer.common.parsing import read_json
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -88,14 +87,19 @@ def weight_types(directory: Path) -> dict[str, str]:
     return types
 
 
-def load_checkpoint(directory: Path, device: torch.device) -> tuple[PreTrainedModel, Tokenizer]:
+def load_checkpoint(
+    directory: Path, device: torch.device, backend: str = ""
+) -> tuple[PreTrainedModel, Tokenizer]:
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
-    Raises UserError if the directory is incomplete or damaged, if transformers does not know the
-    model as a causal language model, and if the tokenizer is another model's.
+    backend: the mixing backend of a masked mixer; empty: what the checkpoint says. Raises UserError
+    if the directory is incomplete or damaged, if transformers does not know the model as a causal
+    language model, and if the tokenizer is another model's.
     """
     check_checkpoint(directory)
     config, tokenizer = load_model_config(directory), read_tokenizer(str(directory))
+    if backend and isinstance(config, MaskedMixerConfig):
+        config.mixing_backend = backend
     vocab_size = config.get_text_config().vocab_size
     if vocab_size > vocabulary_size(tokenizer):  # ids beyond the model's are refused in texts
         check_vocabulary(tokenizer, vocab_size, f"the tokenizer in {directory}")
@@ -129,8 +133,8 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
 def load_model(
     directory: Path, config: PreTrainedConfig, kind: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The directory's model in fp32, on the CPU. Raises UserError if its weights cannot be read,
-    are incomplete, or are not finite floating-point numbers.
+    """The directory's model of this kind in fp32, on the CPU. Raises UserError if its weights
+    cannot be read, are incomplete, or are not finite floating-point numbers.
     """
     disable_progress_bar()
     how = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}

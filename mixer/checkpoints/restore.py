@@ -20,7 +20,7 @@ from mixer.models.architecture import model_class
 
 # Entries of trainer.json that only a resume needs.
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
-RESUMED |= {"scaler": (dict, type(None)), "wandb_id": (str, type(None))}
+RESUMED |= {"scaler": dict | None, "wandb_id": str | None}
 # What a resume may change in the model's configuration, and what transformers records in it.
 FREE = {"mixing_backend", "mixing_init"}
 FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
@@ -117,7 +117,8 @@ def begin_state(optimizer: Optimizer) -> None:
     """
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for weight in parameters:
-        weight.grad = torch.zeros_like(weight)
+        if weight.grad is None:  # else it has that of a CUDA graph, which stays where it is
+            weight.grad = torch.zeros_like(weight)
     optimizer.found_inf = torch.ones((), device=parameters[0].device)
     optimizer.step()
     optimizer.found_inf = None

@@ -2,7 +2,6 @@
 
 errors    UserError, how a command speaks and ends, and which process of a launch this is
 options   a setting with its meaning and allowed values
-files     outputs that appear whole or not at all, locks, SHA-256
-parsing   reads YAML and JSON, and names what is wrong in it
+files     outputs that appear whole or not at all, locks, SHA-256, JSON
 hardware  throughput, memory and precisions of the device, and what a measurement was made with
 """

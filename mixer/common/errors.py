@@ -19,9 +19,7 @@ class UserError(Exception):
 
 
 class NotFinite(UserError):
-    """Numbers of a run are NaN or infinite: its training has diverged. The message says "not
-    finite".
-    """
+    """Numbers of a run are NaN or infinite: its training has diverged."""
 
 
 def command_parser(name: str | None, about: str, **how) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Files: written atomically by one process at a time, and checked against their SHA-256."""
+"""Files: written atomically by one process at a time, and checked when they are read."""
 
 import errno
 import fcntl
@@ -9,12 +9,13 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any, get_args
 
-from mixer.common.errors import Say, UserError, say_on_stderr
-from mixer.common.options import is_plain_text
+from mixer.common.errors import UserError, first_line, say_on_stderr
+from mixer.common.options import is_plain_text, type_name
 
 STAGE = ".partial-"  # the names of what is being written begin with this
 # The umask can only be read by setting it, which affects all threads: once, at the import.
@@ -25,9 +26,6 @@ LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
 LARGE = 2e9  # bytes; hashing them takes noticeable time
 # How network file systems and FUSE answer calls that they do not support.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
-
-
-# ------------------------------------------------------------------------- whole or not at all
 
 
 @contextmanager
@@ -108,8 +106,8 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
         if not isinstance(system, OSError):
             raise
         raise UserError(
-            f"{output} could not be written ({system}), and is as it was before: make space or "
-            "give access there, then give the same command again"
+            f"{output} could not be written ({system}), and is as it was before: mend that, then "
+            "give the same command again"
         ) from error
 
 
@@ -153,9 +151,6 @@ def if_supported(otherwise: str, ask: Callable, *arguments) -> bool:
 _warn = functools.cache(say_on_stderr)  # once
 
 
-# ------------------------------------------------------------------------- locks
-
-
 @contextmanager
 def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Holds an exclusive lock on a file, which the system drops when this process dies. The file
@@ -163,38 +158,43 @@ def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
     `waiting` is called before this process waits for another one that holds the lock.
     """
-    otherwise = "do not start the same command twice, as the two would not see each other"
     missing = [path for path in file.parents if not path.exists()]
     try:
-        while True:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(file, "a") as opened:
-                try:
-                    if_supported(otherwise, fcntl.flock, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    waiting()
-                    fcntl.flock(opened, fcntl.LOCK_EX)
-                if not _is_at(opened.fileno(), file):  # whoever held the lock removed it
-                    continue
-                try:
-                    yield
-                finally:
-                    file.unlink(missing_ok=True)
-                return
+        with _open_locked(file, waiting):
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
     finally:
         for directory in missing:
             with suppress(OSError):
                 directory.rmdir()
 
 
-def _is_at(descriptor: int, file: Path) -> bool:
-    """Whether an open file still has its name. Its number of links does not tell: NFS renames an
-    open file that is removed.
-    """
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(file))
-    except FileNotFoundError:
-        return False
+def _open_locked(file: Path, waiting: Callable[[], None]) -> IO:
+    otherwise = "do not start the same command twice, as the two would not see each other"
+    while True:
+        opened = _open_new(file)
+        try:
+            if_supported(otherwise, fcntl.flock, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        # Whoever held the lock may have removed the file. Its number of links does not tell: NFS
+        # renames an open file that is removed.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(opened.fileno()), os.stat(file)):
+                return opened
+        opened.close()
+
+
+def _open_new(file: Path) -> IO:
+    """Opens a file in a directory that other processes may remove at any time."""
+    for _ in range(100):
+        with suppress(FileNotFoundError, FileExistsError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            return open(file, "a")
+    return open(file, "a")  # which says what is wrong
 
 
 def run_locked(directory: Path) -> AbstractContextManager[None]:
@@ -259,7 +259,43 @@ def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "")
     return checkpoint.with_name("-".join(filter(None, (what, checkpoint.name, about, own))))
 
 
-# ------------------------------------------------------------------------- SHA-256
+# ------------------------------------------------------------------------- what is read
+
+
+def read_json(file: Path, remedy: str, required: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    required: keys with the types of their values, such as int or str | None. Raises UserError
+    that ends in `remedy`, which says what to do.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        problem = _object_problem(values, required or {})
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({first_line(error)}): {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        problem = first_line(error)
+    if problem:
+        raise UserError(f"{file} is damaged ({problem}): {remedy}")
+    return values
+
+
+def _object_problem(values: Any, required: Mapping[str, Any]) -> str:
+    """The problem with a file's content; "" if there is none. Raises ValueError for a lone
+    surrogate, which no file or file name can hold.
+    """
+    text = json.dumps(values, ensure_ascii=False)
+    text.encode()
+    if "\\u0000" in text:
+        return "it holds a null character"
+    if not isinstance(values, dict):
+        return f"it holds {type(values).__name__}, allowed: an object with keys"
+    for key, kind in required.items():
+        if key not in values:
+            return f"{key} missing"
+        if type(values[key]) not in (get_args(kind) or (kind,)):
+            return f"{key} = {repr(values[key])[:60]}, allowed: {type_name(kind)}"
+    return ""
 
 
 def cache_home() -> Path:
@@ -277,10 +313,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
+def has_sha256(path: Path, recorded: str) -> bool:
     """Whether the file's SHA-256 is `recorded`. A file that was found good is not read again on
-    this machine until it changes. `say` announces a large file. Raises OSError if the file cannot
-    be read.
+    this machine until it changes. Raises OSError if it cannot be read.
     """
     note, size = None, path.stat().st_size
     with suppress(OSError, RuntimeError):  # if there is no cache
@@ -288,7 +323,7 @@ def has_sha256(path: Path, recorded: str, say: Say = say_on_stderr) -> bool:
         if note.exists():
             return True
     if size > LARGE:
-        say(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once on this machine")
+        say_on_stderr(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once here")
     is_good = sha256(path) == recorded
     with suppress(OSError):
         if is_good and note:

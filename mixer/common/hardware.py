@@ -16,6 +16,7 @@ from torch.utils import collect_env
 
 from mixer.common.errors import UserError
 
+TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Dense tensor-core peaks of 16-bit types in TFLOP/s, from the vendors' data sheets, by part of the
 # device's name. The first part that fits counts, so a longer name is before the one it holds.
 PEAK_TFLOPS = {
@@ -62,10 +63,8 @@ def memory_limit(device: torch.device) -> int:
 
 def product_flops(device: torch.device, precision: str) -> float:
     """The FLOP/s of a matrix product here: measured, as no other work of a model is faster."""
-    size = 4096 if device.type == "cuda" else 512
-    matrix, best = torch.ones(size, size, device=device), math.inf
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
-    matrix = matrix if dtype is None else matrix.to(dtype)
+    size, best = 4096 if device.type == "cuda" else 512, math.inf
+    matrix = torch.ones(size, size, device=device, dtype=TYPES[precision])
     for _ in range(20):  # others may use the processor, too
         began = time.perf_counter()
         matrix @ matrix
@@ -104,27 +103,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or lacks or isinstance(error, MemoryError)
 
 
-def out_of_memory(device: torch.device, what: str, sizes: str, remedy: str) -> UserError:
-    """The error to end with in place of one that `is_out_of_memory`.
-
-    what: was being done; sizes: what decides how much memory that takes; remedy: what to lower.
-    """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the host's memory"
-    return UserError(
-        f"out of memory on {device} ({name}, {memory_limit(device) / 2**30:.1f} GiB) while {what}: "
-        f"the peak was {peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
-    )
-
-
 @contextmanager
 def memory_for(device: torch.device, what: str, sizes: str, remedy: str) -> Iterator[None]:
-    """Raises the UserError of `out_of_memory` where what is done inside runs out of it."""
+    """Raises UserError where what is done inside runs out of memory.
+
+    what: is being done; sizes: what decides how much memory that takes; remedy: what to lower.
+    """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(device, what, sizes, remedy) from None
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the host's memory"
+        raise UserError(
+            f"out of memory on {device} ({name}, {memory_limit(device) / 2**30:.1f} GiB) while "
+            f"{what}: the peak was {peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
+        ) from None
 
 
 # The root of the checkout, or the directory that the package is installed into.
@@ -132,10 +126,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def hardware(device: str = "cuda") -> dict:
-    """The GPU's name and the versions of driver, CUDA and torch.
-
-    For `device` "cpu", or on a machine without a GPU: "cpu" and the version of torch.
-    """
+    """The GPU's name and the versions of driver, CUDA and torch; on a CPU torch's alone."""
     if device == "cpu" or not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
     return {

@@ -4,11 +4,12 @@ This file is copied beside every saved model, so it imports nothing from the res
 """
 
 import dataclasses
-import math
 import operator
-import typing
+import sys
 from collections.abc import Collection
-from typing import Any
+from contextlib import suppress
+from types import UnionType
+from typing import Any, get_args
 
 # Each bound in words, a lower one before an upper one, and its test.
 BOUNDS = {
@@ -30,29 +31,20 @@ def option(default: Any, help: str, choices: Collection[str] = (), **bounds: flo
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """A value of YAML or JSON as an option of type `kind` takes it: 1e3 is an integer too, 3 is a
-    number but no text, and 1 is not true.
-
-    Raises TypeError for a value of another type, OverflowError for one that is too large.
-    """
-    kinds = typing.get_args(kind) or (kind,)  # int | None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and int in kinds and float(value).is_integer():
-        if abs(value) >= 2**63:
-            raise OverflowError
+    """A value of YAML or JSON, a number in the type of an option: 1e3 is an integer too."""
+    if type(value) is float and int in _kinds(kind) and value.is_integer():
         return int(value)
-    if is_number and float in kinds:
-        return float(value)
-    if type(value) in kinds and not is_number:
-        return value
-    raise TypeError
+    if type(value) is int and float in _kinds(kind):
+        with suppress(OverflowError):
+            return float(value)
+    return value
 
 
 def option_problems(section: Any, prefix: str = "") -> list[str]:
     """One line for each option of a dataclass instance whose value is not allowed.
 
-    A number must have the option's type, be finite and within its bounds, a string one of the
-    choices. `prefix` is put before the names, such as "optim.". Of fields without an `option`
+    A value must have the option's type, a number be finite and within its bounds, a string one of
+    the choices. `prefix` is put before the names, such as "optim.". Of fields without an `option`
     only text is checked.
     """
     problems = []
@@ -62,7 +54,8 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
         if isinstance(value, str) and not is_plain_text(value):
             value, allowed = value[:50], "text without null characters and lone surrogates"
         elif field.metadata and not _has_type(value, field.type):
-            allowed = ", ".join(filter(None, (type_name(field.type), allowed)))
+            kind = "text in quotes" if field.type is str else type_name(field.type)
+            allowed = allowed if choices else ", ".join(filter(None, (kind, allowed)))
         elif _is_allowed(value, choices, field.metadata.get("bounds")):
             continue
         problems.append(f"{prefix}{field.name} = {value!r}; allowed: {allowed}")
@@ -91,11 +84,16 @@ def is_plain_text(text: str) -> bool:
         return False
 
 
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)  # int | None
+
+
 def _has_type(value: Any, kind: Any) -> bool:
-    """Whether a number or a truth value has an option's type; any other type will do."""
-    kinds = typing.get_args(kind) or (kind,)  # int | None
-    given = float if type(value) is int and float in kinds else type(value)
-    return given in kinds or not {bool, int, float}.intersection(kinds)
+    """Whether a value has an option's type. An integer is a number too, and of a sequence any kind
+    will do.
+    """
+    given = float if type(value) is int and float in _kinds(kind) else type(value)
+    return given in _kinds(kind) or not isinstance(kind, type | UnionType)
 
 
 def _is_allowed(value: Any, choices: Collection[str], bounds: dict[str, float] | None) -> bool:
@@ -103,4 +101,5 @@ def _is_allowed(value: Any, choices: Collection[str], bounds: dict[str, float] |
         return value in choices
     if bounds is None or not isinstance(value, (int, float)):
         return True
-    return math.isfinite(value) and all(BOUNDS[name][1](value, bounds[name]) for name in bounds)
+    is_finite = abs(value) <= sys.float_info.max  # also of an integer that no float can hold
+    return is_finite and all(BOUNDS[name][1](value, bounds[name]) for name in bounds)

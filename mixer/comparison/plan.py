@@ -22,9 +22,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
-from mixer.common.parsing import read_yaml
 from mixer.comparison.report import best_size
-from mixer.training.config import RunConfig, load_config, override
+from mixer.training.config import RunConfig, load_config, override, read_yaml
 
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 

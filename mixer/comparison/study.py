@@ -16,17 +16,16 @@ from statistics import median
 import torch
 
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
-from mixer.common.files import check_writable, write_json
+from mixer.common.files import check_writable, read_json, write_json
 from mixer.common.hardware import hardware
-from mixer.common.parsing import read_json
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
+from mixer.data.config import Manifest
 from mixer.data.prepare import open_data
-from mixer.data.prepared import Manifest
 from mixer.reporting.text import read_metrics
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.objective import useful_flops
+from mixer.training.passes import useful_flops
 
 LEFT = 3  # exit status of a command that must be given again to do all
 POINTS = 60  # of a curve of the results, at most

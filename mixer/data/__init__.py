@@ -1,10 +1,9 @@
 """From documents to batches, in the order of the data:
 
-config      the settings
+config      the settings, and the manifest that prepared data has
 sources     where documents come from: files, or a hub dataset
 tokenizer   trained on them, or an existing one
-prepared    what a directory of prepared data holds: samples, or pairs of texts
+samples     prepared data as samples, or pairs of texts, their order, and batches read ahead
 tasks       samples of random tokens that show what a model can do, without text or files
 prepare     the data of a run: a task, or a text of which token files are made once
-batches     the order in which samples are used, and the batches of a process, read ahead
 """

@@ -1,11 +1,17 @@
-"""The settings of the data: what to train on, and where the prepared files go."""
+"""The settings of the data, and the manifest: what prepared data records of them, and of itself."""
 
-import dataclasses
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
 
 from mixer.common.errors import UserError
+from mixer.common.files import STAGE, has_sha256, read_json
 from mixer.common.options import option, option_problems
 
+SPLITS = ("train", "validation")
 FILE_SOURCES = ("text", "jsonl", "parquet")
 TASKS = ("copy", "recall", "needle")  # see mixer/data/tasks.py
 SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
@@ -36,73 +42,36 @@ class DataConfig:
         "of random tokens (docs/tasks.md)",
         choices=("builtin", *FILE_SOURCES, "hub", *TASKS),
     )
-    path: str = option(
-        "", "text, jsonl, parquet: a file, directory or glob; hub: the dataset's name"
-    )
+    path: str = option("", "text, jsonl, parquet: file, folder or glob; hub: the dataset's name")
     subset: str = option(
-        "",
-        "hub: the dataset's configuration, such as sample-10BT; builtin: packages adds the "
-        "installed packages",
+        "", "hub: the dataset's configuration; builtin: packages adds the installed packages"
     )
-    split: str = option(
-        "train", "hub: the split to read; train and validation are both cut from it"
-    )
+    split: str = option("train", "hub: the split that is read, for validation too")
     text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
-    pair_field: str = option(
-        "", "jsonl, parquet, hub: the field of the text that belongs to the one in text_field"
-    )
-    tokenizer: str = option(
-        "train", "train (a byte-level BPE on the source), a local directory, or a hub name"
-    )
+    pair_field: str = option("", "jsonl, parquet, hub: the field that holds this text's partner")
+    tokenizer: str = option("train", "train (a byte-level BPE), a directory, or a name on the hub")
     vocab_size: int = option(
-        8000,
-        "size of the BPE that is trained, or number of a task's tokens",
-        at_least=SMALLEST_VOCABULARY,
-        at_most=2**20,
+        8000, "tokens of a new BPE, or of a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
     )
-    pairs: int = option(
-        0, "recall: key-value pairs of a sample; 0: as many as fit into the context", at_least=0
-    )
+    pairs: int = option(0, "recall: key-value pairs of a sample; 0: all that fit", at_least=0)
     directory: str = option("data/builtin", "where the prepared token files go")
     packed: bool = option(
-        True, "true: documents joined by EOS, cut at the context; false: one document a row, padded"
+        True, "documents joined by EOS, cut at the context; false: a document's rows are padded"
     )
-    cut: bool = option(
-        False,
-        "packed=false: of each document only the beginning, as long as the context, and without "
-        "its EOS; else a longer document is cut into several rows",
-    )
-    validation_fraction: float = option(
-        0.01, "share of the documents held out for validation", above=0, below=1
-    )
-    validation_documents: int = option(
-        0, "hold out the first so many documents in place of a share; 0: that share", at_least=0
-    )
-    validation_path: str = option(
-        "",
-        "text, jsonl, parquet: validate on this file, directory or glob, and train on all of path",
-    )
-    validation_split: str = option(
-        "", "hub: validate on this split of the dataset, and train on all of split"
-    )
-    max_documents: int = option(
-        0,
-        "read only so many documents; 0: all. A validation text of its own is read whole",
-        at_least=0,
-    )
-    workers: int = option(
-        0,
-        "processes that tokenise; 0: one for each core this process may use",
-        at_least=0,
-        at_most=1024,
-    )
+    cut: bool = option(False, "packed=false: only the beginning of a document, without EOS")
+    validation_fraction: float = option(0.01, "share of documents held out", above=0, below=1)
+    validation_documents: int = option(0, "hold out the first so many; 0: a share", at_least=0)
+    validation_path: str = option("", "text, jsonl, parquet: files for validation alone")
+    validation_split: str = option("", "hub: validate on this split, and train on all of split")
+    max_documents: int = option(0, "read only so many documents of path; 0: all", at_least=0)
+    workers: int = option(0, "processes that tokenise; 0: one a core", at_least=0, at_most=1024)
 
 
 def unused_options(config: DataConfig) -> set[str]:
     """Options that the chosen source, tokenizer or validation text leaves without a use."""
     if config.source in TASKS:
         used = {"source", "vocab_size", *(["pairs"] if config.source == "recall" else [])}
-        return {item.name for item in dataclasses.fields(config)} - used
+        return {item.name for item in fields(config)} - used
     unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
     if config.tokenizer != "train":
         unused.add("vocab_size")
@@ -119,7 +88,7 @@ def unused_options(config: DataConfig) -> set[str]:
 def without_unused(config: DataConfig) -> DataConfig:
     """The same with the defaults of `unused_options`: nothing may look as if it had been read."""
     defaults = {name: getattr(DataConfig, name) for name in unused_options(config)}
-    return dataclasses.replace(config, **defaults)
+    return replace(config, **defaults)
 
 
 def check(config: DataConfig) -> None:
@@ -137,9 +106,122 @@ def check(config: DataConfig) -> None:
         if source == "builtin" and config.subset not in ("", "packages"):
             problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
         if config.validation_split and config.validation_split == config.split:
-            problems.append(
-                f"data.split and data.validation_split are both {config.split!r}: the model would "
-                "be validated on what it is trained on; name two splits"
-            )
+            problems.append(f"data.split and data.validation_split are both {config.split!r}")
     if problems:
         raise UserError("; ".join(problems))
+
+
+NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
+# Data prepared by earlier versions lacks these settings. They are recorded only where they are set,
+# so that such data, and checkpoints trained on it, still match.
+ADDED_LATER = ("validation_path", "validation_split", "validation_documents")
+ADDED_LATER += ("cut", "pairs", "pair_field")
+
+
+def recorded_settings(config: DataConfig) -> dict[str, Any]:
+    """What the manifest records: the settings that decide what is written."""
+    settings = asdict(without_unused(config)).items()
+    left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
+    return {name: value for name, value in settings if name not in left_out}
+
+
+@dataclass(frozen=True)
+class SplitManifest:
+    """Counts of one split: `bytes` (UTF-8) and `words` of the text, `tokens` with EOS."""
+
+    documents: int
+    bytes: int
+    words: int
+    tokens: int
+    tokens_sha256: str
+    documents_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared directory holds. `fingerprint` is a hash over all else here."""
+
+    dtype: str
+    vocab_size: int
+    eos_token_id: int
+    tokenizer_sha256: str
+    settings: dict
+    splits: dict[str, SplitManifest]
+    fingerprint: str
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 of each by its name
+    tokenizer_loses: str = ""  # of a sample of the text, in words; see tokenizer.loss_of_text
+
+    @classmethod
+    def of(cls, values: dict) -> "Manifest":
+        """From the values of a manifest.json, with the fingerprint that they should have."""
+        splits = {name: _known(SplitManifest, counts) for name, counts in values["splits"].items()}
+        return _known(cls, values | {"splits": splits, "fingerprint": fingerprint(values)})
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Manifest":
+        """Reads `directory`/manifest.json. Raises UserError if it is missing or damaged."""
+        file = Path(directory) / "manifest.json"
+        again = f"copy it again, or delete {directory} and prepare again"
+        values = read_json(file, again, required={"fingerprint": str})
+        if values["fingerprint"] != fingerprint(values):
+            raise UserError(f"{file} is not what preparing wrote (another fingerprint): {again}")
+        return cls.of(values)
+
+    def verify(self, directory: str | Path, splits: Iterable[str] = ()) -> None:
+        """Raises UserError unless the files of the tokenizer and of the splits have their recorded
+        SHA-256, which is compared once on each machine.
+        """
+        directory = Path(directory)
+        tokenizer = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
+        recorded = {f"tokenizer/{name}": value for name, value in tokenizer.items()}
+        for split in splits:
+            recorded[f"{split}.bin"] = self.splits[split].tokens_sha256
+            recorded[f"{split}.docs.bin"] = self.splits[split].documents_sha256
+        if self.tokenizer_files:  # a file that was added may change what the tokenizer does
+            for file in directory.glob("tokenizer/*.json"):
+                recorded.setdefault(f"tokenizer/{file.name}", "none")
+        for name, value in recorded.items():
+            file = directory / name
+            if not (file.is_file() and has_sha256(file, value)):
+                raise UserError(
+                    f"{file} is not what preparing wrote (its SHA-256 differs); put that back, or "
+                    f"delete {directory} and prepare again"
+                )
+
+
+def _known(kind: type, values: dict) -> Any:
+    """An instance of a dataclass; earlier versions wrote more values than it has."""
+    return kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values})
+
+
+def fingerprint(values: dict) -> str:
+    """The hash over the values of a manifest.json."""
+    known = {name: values[name] for name in values if name not in ("format", "fingerprint")}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def existing_data(config: DataConfig) -> Manifest | None:
+    """The manifest of `config.directory`, of data with these settings; None if nothing is there.
+    Raises UserError for anything else that is there, and for settings that cannot work.
+    """
+    check(config)
+    directory = Path(config.directory)
+    if not (directory / "manifest.json").is_file():
+        others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
+        if directory.is_file() or any(others):
+            raise UserError(f"data.directory {directory} holds other files; choose another one")
+        return None
+    manifest = Manifest.load(directory)
+    wanted, found = recorded_settings(config), manifest.settings
+    changed = "".join(
+        f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
+        for name in sorted((wanted | found).keys() - unused_options(config))
+        if found.get(name) != wanted.get(name)
+    )
+    if changed:
+        raise UserError(
+            f"data.directory {directory} was prepared with other settings:\n{changed}"
+            "Choose another one, set these back, or delete it to prepare it anew"
+        )
+    manifest.verify(directory)
+    return manifest

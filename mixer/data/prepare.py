@@ -2,7 +2,13 @@
 documents become token files, a tokenizer and a manifest.
 
 A directory of prepared data appears when it is complete, so a process that is killed leaves nothing
-that could be taken for prepared data.
+that could be taken for prepared data. It holds
+
+train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
+train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
+validation.bin, validation.docs.bin
+tokenizer/        what AutoTokenizer.from_pretrained reads
+manifest.json     settings, counts and hashes
 """
 
 import gc
@@ -24,26 +30,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError, end_with_parent
-from mixer.common.files import STAGE, sha256, whole_directory
+from mixer.common.files import sha256, whole_directory
 from mixer.data import tokenizer as tokenizing
-from mixer.data.batches import Samples
-from mixer.data.config import TASKS, DataConfig, check, unused_options, without_unused
-from mixer.data.prepared import SPLITS, Manifest, PairFile, TokenFile
+from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
+from mixer.data.samples import PairFile, TokenFile
 from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
-from mixer.data.tasks import open_task
+from mixer.data.tasks import TaskSamples, open_task
 
-NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
-# Settings that data prepared by earlier versions does not have. They are recorded only where they
-# are set, so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = (
-    *("validation_path", "validation_split", "validation_documents"),
-    *("cut", "pairs", "pair_field"),
-)
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last document
 REPORT_SECONDS = 5.0
-
-
-# --- the data of a run -------------------------------------------------------
 
 
 @dataclass
@@ -51,8 +46,8 @@ class Data:
     """Prepared data, or a task."""
 
     manifest: Manifest
-    training: Samples
-    validation: Samples
+    training: TokenFile | TaskSamples
+    validation: TokenFile | TaskSamples
     tokenizer: PreTrainedTokenizerFast
     token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
 
@@ -68,7 +63,7 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
-        splits = [kind(config.directory, split, context, say) for split in SPLITS]
+        splits = [kind(config.directory, split, context) for split in SPLITS]
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -79,50 +74,14 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     """Tokenise the corpus of `config` into `config.directory`, unless that was done already, and
     return its manifest. Of several processes one works, and the others wait and find it done.
 
-    Files of the source that change later are not noticed: a directory stands for the settings it
-    was made with. Raises UserError for a source that cannot be used, and for a directory that holds
-    anything else; nothing is ever overwritten, and a refusal leaves nothing behind.
+    Files of the source that change later are not noticed. Raises UserError for a source that cannot
+    be used, and for a directory that holds anything else; a refusal leaves nothing behind.
     """
-    check(config)
     # Prepared data can be used where nothing can be written, so it takes no lock.
-    if (manifest := _existing(config)) is not None:
+    if (manifest := existing_data(config)) is not None:
         return manifest
     with whole_directory(Path(config.directory).absolute()) as stage:
-        return _existing(config) or _write(config, stage, say)
-
-
-def _existing(config: DataConfig) -> Manifest | None:
-    """The manifest of `config.directory`, of data with these settings; None if nothing is there."""
-    directory = Path(config.directory)
-    if not (directory / "manifest.json").is_file():
-        others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
-        if directory.is_file() or any(others):
-            raise UserError(
-                f"data.directory {directory} exists and holds other files, no prepared data; "
-                "choose another data.directory"
-            )
-        return None
-    manifest = Manifest.load(directory)
-    wanted, found = _settings(config), manifest.settings
-    changed = "".join(
-        f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
-        for name in sorted((wanted | found).keys() - unused_options(config))
-        if found.get(name) != wanted.get(name)
-    )
-    if changed:
-        raise UserError(
-            f"data.directory {directory} was prepared with other settings:\n{changed}"
-            "Choose another one, set these back, or delete it to prepare it anew"
-        )
-    manifest.verify(directory)
-    return manifest
-
-
-def _settings(config: DataConfig) -> dict:
-    """What the manifest records: the settings that decide what is written."""
-    settings = asdict(without_unused(config)).items()
-    left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
-    return {name: value for name, value in settings if name not in left_out}
+        return existing_data(config) or _write(config, stage, say)
 
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
@@ -150,15 +109,12 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
         "tokenizer_sha256": hashes["tokenizer.json"],
         "tokenizer_files": hashes,
         "tokenizer_loses": loses,
-        "settings": _settings(config),
+        "settings": recorded_settings(config),
         "splits": _write_tokens(batches, encode, config.workers, directory, say),
     }
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
-
-
-# --- splits ------------------------------------------------------------------
 
 
 class Corpus:
@@ -179,17 +135,16 @@ class Corpus:
         held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
             raise UserError(
-                f"{common[0]} belongs to both data.path and data.validation_path: the model would "
-                "be validated on what it is trained on; name other files in one of them"
+                f"{common[0]} belongs to both data.path and data.validation_path: name other files "
+                "in one of them"
             )
         splits = (split for split, _ in self.documents())
         first = next(splits)
         if all(split == first for split in splits):
             raise UserError(
-                f"the corpus ({config.source} {config.path}) has documents for {first} alone: each "
-                "split holds whole documents, and copies stay on one side. Give more documents (a "
-                "text file is one), a smaller data.validation_documents, or a validation text of "
-                "its own (data.validation_path, for the hub data.validation_split)"
+                f"the corpus ({config.source} {config.path}) has documents for {first} alone, as "
+                "copies stay on one side: give more documents (a text file is one), a smaller "
+                "data.validation_documents, or data.validation_path (hub: data.validation_split)"
             )
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
@@ -216,8 +171,6 @@ class Corpus:
                 held_out = text_hash(text) < self.config.validation_fraction * 2**64
             yield SPLITS[held_out], text
 
-
-# --- tokens ------------------------------------------------------------------
 
 Documents = list[tuple[str, str]]  # (split, document) of each
 

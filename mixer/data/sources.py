@@ -1,5 +1,4 @@
-"""Where documents come from: local files, compressed or not, a dataset of the hub, or the source of
-Python's standard library.
+"""Where documents come from: local files, a dataset of the hub, or Python's standard library.
 
 A document is one `str`: the content of a file, or the text of a row. Sources are read as a stream
 and in an order that does not change, so memory use does not grow with the corpus.
@@ -34,11 +33,10 @@ FIRST_ROWS = 1000  # without a text in so many, a corpus is refused before it is
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
 # What to do about a row that cannot be read.
 REMEDY = (
-    "correct it (iconv converts text to UTF-8), copy the file again if it is cut short, or name "
-    "another data.text_field (eval.py: --text-field); a dataset of the hub needs its exact names "
-    "and the network, your own files data.source=text, jsonl or parquet (eval.py: --text), and "
-    ".zst files of the hub pip install backports.zstd"
+    "correct it (iconv makes text UTF-8), copy the file again if it is cut short, or give another "
+    "data.text_field (eval.py: --text-field)"
 )
+HUB_REMEDY = "give the dataset's exact names, with a network; for .zst pip install backports.zstd"
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,6 @@ def source_parts(config: DataConfig) -> list[Part]:
         return [Part(config)]
     files = _builtin_files(config) if config.source == "builtin" else local_files(config)
     return [Part(config, file) for file in files]
-
-
-# --- documents ---------------------------------------------------------------
 
 
 def documents(
@@ -103,7 +98,8 @@ def part_texts(part: Part) -> Iterator[str | list[str]]:
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
         dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
         place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
-        raise UserError(f"cannot read {place}: {first_line(error)}; {REMEDY}") from error
+        remedy = REMEDY if part.file else HUB_REMEDY
+        raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
 
 
 def _text(row: object, config: DataConfig) -> str | list[str]:

@@ -1,6 +1,4 @@
-"""The tokenizer: a byte-level BPE that is trained on a corpus, or an existing one; and how raw text
-becomes its tokens.
-"""
+"""The tokenizer, existing or trained as a byte-level BPE, and how raw text becomes its tokens."""
 
 import json
 import re
@@ -32,9 +30,6 @@ DISTINCT_WORD = re.compile(r"[A-Za-z]+|[^\sA-Za-z]+")  # about the trainer's
 WORD = re.compile(r" ?[A-Za-z]++(?![^\x00-@\[-`{-\x7f])|\s*[\S\x1c-\x1f]+|\s+")
 GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 KEPT_BYTES = 50_000_000  # of words and their tokens; those of 30 MB of English take half as much
-
-
-# --- an existing tokenizer ---------------------------------------------------
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
@@ -81,9 +76,6 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
             known = AutoTokenizer.from_pretrained(name, **options).eos_token
             tokenizer.eos_token = known if known in tokenizer.get_vocab() else None
     return tokenizer
-
-
-# --- training ----------------------------------------------------------------
 
 
 def training_sample(texts: Iterable[str]) -> Iterator[str]:
@@ -135,9 +127,6 @@ def pieces(text: str, most: int = PIECE) -> Iterator[str]:
         yield text[start:end]
         start = end
     yield text[start:]
-
-
-# --- tokens of raw text ------------------------------------------------------
 
 
 def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[list[int]]]:
@@ -209,9 +198,6 @@ def _cuts_words_as_gpt2(specification: dict) -> bool:
         and GPT2_PATTERN.items() <= cut.items()
         and all(token["special"] for token in specification["added_tokens"])
     )
-
-
-# --- what tokens stand for ---------------------------------------------------
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:

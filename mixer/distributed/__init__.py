@@ -1,3 +1,1 @@
-"""Several processes. One file, `world`, has all of it: what launched them, messages between them,
-and how they end.
-"""
+"""Several processes: `world` has what launched them, messages between them, and how they end."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, environment
 from torch import Tensor
 
 from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
@@ -31,8 +31,7 @@ class World:
     Attributes:
         accelerator: accelerate's engine, which wraps the model in DDP or FSDP.
         device: where this process computes.
-        rank, size: which of how many processes this is. Rank 0 is the main process, which alone
-            prints, and writes the run's files.
+        rank, size: which of how many processes this is. Rank 0 prints, and writes the run's files.
         is_sharded: whether FSDP shards the model.
     """
 
@@ -79,12 +78,8 @@ class World:
         if other is not None:
             raise UserError(
                 f"{what} is not for process {other} what it is for process 0; allowed: one "
-                "directory for all hosts, on a file system that they share; give its full path if "
-                "hosts start in different directories"
+                "directory that all hosts share, by its full path if they start in different ones"
             )
-
-
-# ------------------------------------------------------------------------- how a run begins
 
 
 def follow_launcher() -> None:
@@ -103,7 +98,13 @@ def follow_launcher() -> None:
 
 def _problem_of_accelerate() -> str:
     """What accelerate's variables ask for and this trainer cannot do; "" if it can."""
-    on = {name for name, value in os.environ.items() if value.lower() in ("1", "true")}
+    on = set()
+    for name in os.environ:
+        if name.startswith(("ACCELERATE_USE_", "FSDP_OFFLOAD_")):
+            try:
+                on |= {name} if environment.parse_flag_from_env(name) else set()
+            except ValueError:
+                return f"{name} = {os.environ[name]!r}; allowed: true, false"
     engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
     refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
     if "ACCELERATE_USE_FSDP" in on:
@@ -114,8 +115,7 @@ def _problem_of_accelerate() -> str:
     if refused:
         return (
             f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
-            "offloading, such as accelerate launch --config_file configs/accelerate/1x8_fsdp.yaml "
-            "train.py ..."
+            "offloading, as in configs/accelerate/1x8_fsdp.yaml"
         )
     # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
     # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
@@ -152,15 +152,11 @@ def build_accelerator(precision: str) -> Accelerator:
     return accelerator
 
 
-# ------------------------------------------------------------------------- how it ends
-
-
 class Stop:
     """A signal to any process: all of them save and end after the same step.
 
-    Each step calls `ask`, which begins to ask all processes whether they received a signal, and
-    then `agreed`, which returns the answer. The step is computed in between, so asking costs no
-    time.
+    Each step begins to `ask` all processes whether they received a signal. It is computed before
+    they have `agreed`, so that asking costs no time.
 
     The same signal again ends the process at once; a different one does not, because a launcher
     that ends at Ctrl-C also sends SIGTERM. SIGHUP does nothing under nohup.

@@ -18,7 +18,7 @@ from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.common.hardware import memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
-from mixer.data.prepared import PairFile
+from mixer.data.samples import PairFile
 from mixer.distributed.world import leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.scoring import Place, TokenScores
@@ -133,7 +133,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 
 def _evaluate(options: EvalOptions, place: Place) -> dict:
     directory, (device, _, processes) = Path(options.checkpoint), place
-    model, tokenizer = load_checkpoint(directory, device)
+    model, tokenizer = load_checkpoint(directory, device, options.backend)
     found = describe_model(directory, model, tokenizer)  # before a window extends its context
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False

@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, is_launched
 from mixer.common.hardware import lacks_bf16
-from mixer.data.batches import Batch
-from mixer.data.prepared import PairFile
+from mixer.data.samples import Batch, PairFile
 from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -17,11 +17,12 @@ from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
 from mixer.common.options import option
 from mixer.data.config import TASKS, DataConfig
-from mixer.data.prepared import TokenFile
+from mixer.data.samples import TokenFile
 from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
 from mixer.evaluation.scoring import AUTOCAST_TYPES, DEVICES
+from mixer.ops import BACKENDS
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
@@ -50,6 +51,7 @@ class EvalOptions:
     last_window: str = option("short", "short, or full: begin it earlier", choices=LAST_WINDOW)
     device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
     dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
+    backend: str = option("", "default: what the checkpoint says", choices=("", *BACKENDS))
 
     @property
     def source(self) -> DataConfig | str | None:

@@ -72,8 +72,8 @@ class ModelConfig(MixerOptions):
     architecture: str = option(
         "masked_mixer",
         "masked_mixer, or a transformer to compare with: qwen3, or llama, which has no norms of "
-        "queries and keys; the default intermediate_size of both is 8/3 x hidden_size, so that an "
-        "MLP of three matrices has as many parameters as a mixer's of two",
+        "queries and keys. Their intermediate_size is 8/3 x hidden_size by default: three matrices "
+        "then have as many parameters as a mixer's two",
         choices=tuple(MODELS),
     )
     num_attention_heads: int | None = option(

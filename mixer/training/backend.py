@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
+from mixer.common.hardware import TYPES
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, RecurrentConv, TriangularConv
 from mixer.ops.triangular import difference
 from mixer.training.config import RunConfig
 
-TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 RACE_SECONDS = 0.2  # for each backend
 
 
@@ -35,17 +35,14 @@ def settle_backend(
     known, found = (earlier or {}).get("mixing") or {}, {}
     layers = [part for part in model.modules() if isinstance(part, TriangularConv)]
     layers = [layer for layer in layers if not isinstance(layer, RecurrentConv)]
-    keyed = [layer for layer in layers if isinstance(layer, KeyedConv)]
-    plain = [layer for layer in layers if not isinstance(layer, KeyedConv)]
-    for kind, said, own in (
-        ("backend", "token mixing", plain),
-        ("keyed_backend", "keyed mixing", keyed),
-    ):
+    for kind, said in (("backend", "token mixing"), ("keyed_backend", "keyed mixing")):
+        is_keyed = kind == "keyed_backend"
+        own = [layer for layer in layers if isinstance(layer, KeyedConv) == is_keyed]
         if not own:
             continue
         backend, why = known.get(kind), "as the run did before"
         # A checkpoint may have a backend that is gone, such as the kernels for fp32.
-        is_gone = backend == "cuda" and own is plain and run.train.mixed_precision == "no"
+        is_gone = backend == "cuda" and not is_keyed and run.train.mixed_precision == "no"
         if backend not in ("dense", "cuda") or is_gone:
             backend, why = race(own[0], run, world) if world.is_main else ("", "")
         world.say(f"{said}: auto takes {backend}, {why}")

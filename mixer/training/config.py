@@ -1,9 +1,8 @@
-"""A run's configuration: its sections, the YAML file, `section.key=value` overrides, and all
-problems in one report.
-"""
+"""A run's configuration: its sections, YAML files, overrides, and all problems in one report."""
 
 import difflib
 import json
+import re
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import yaml
 
 from mixer.common.errors import UserError
 from mixer.common.options import allowed_values, as_type, option, option_problems, type_name
-from mixer.common.parsing import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.optim import OptimConfig
@@ -34,9 +32,7 @@ class TrainConfig:
     """The loop."""
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
-    init_from: str = option(
-        "", "a checkpoint or an exported model whose weights a new run starts from; empty for none"
-    )
+    init_from: str = option("", "a checkpoint or export whose weights a new run starts from")
     objective: str = option(
         "language",
         "predict the next token, or contrastive: find a text's partner (docs/retrieval.md)",
@@ -47,24 +43,16 @@ class TrainConfig:
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
     )
-    mixed_precision: str = option(
-        "no", "the type of the arithmetic; no is fp32", choices=("no", "fp16", "bf16")
-    )
-    max_grad_norm: float = option(
-        1.0, "clip the gradient's global norm to this; 0 for no clipping", at_least=0
-    )
+    mixed_precision: str = option("no", "no: all in fp32", choices=("no", "fp16", "bf16"))
+    max_grad_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", at_least=0)
     non_finite: str = option(
         "stop",
         "on a loss or gradient that is not finite (without fp16): stop the run, or skip the step",
         choices=("stop", "skip"),
     )
-    eval_every: int = option(
-        1000, "steps between evaluations; 0 for one at the end alone", at_least=0
-    )
+    eval_every: int = option(1000, "steps between evaluations; 0: one at the end", at_least=0)
     eval_samples: int = option(
-        2048,
-        "samples per evaluation, spread evenly over the validation split; 0 for all",
-        at_least=0,
+        2048, "samples of an evaluation, spread over the validation split; 0: all", at_least=0
     )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
@@ -89,14 +77,10 @@ class TrainConfig:
 
 @dataclass
 class CheckpointConfig:
-    save_every: int = option(
-        1000, "steps between checkpoints; 0 for one at the end alone", at_least=0
-    )
+    save_every: int = option(1000, "steps between checkpoints; 0: one at the end", at_least=0)
     save_last: bool = option(True, "a checkpoint at the end; false for a run that is only timed")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
-    keep_every: int = option(
-        0, "also keep a checkpoint where this divides its step; 0 for none", at_least=0
-    )
+    keep_every: int = option(0, "also keep those whose step this divides; 0: none", at_least=0)
     resume: str = option(
         "auto", "auto (the run's newest complete checkpoint), or a checkpoint to begin from"
     )
@@ -107,8 +91,7 @@ class LoggingConfig:
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
     tracker: str = option(
         "none",
-        "copy the metrics to wandb (without a network: WANDB_MODE=offline in the environment) or "
-        "to TensorBoard",
+        "where the metrics are copied; wandb without a network: WANDB_MODE=offline",
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
@@ -210,7 +193,7 @@ def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _set(run: RunConfig, key: str, value: Any) -> str | None:
-    """Sets one key, or says why it cannot be set."""
+    """Sets a key, or says what is wrong with its name."""
     if value in GONE.get(key, ()):
         return None
     if key not in OPTIONS:
@@ -223,22 +206,18 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
     if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")
-    try:
-        setattr(getattr(run, section) if section else run, name, as_type(value, kind))
-    except TypeError:
-        quotes = ", written in quotes" if kind is str else ""
-        return f"{key} = {value!r} is a {type(value).__name__}; allowed: {type_name(kind)}{quotes}"
-    except OverflowError:
-        return f"{key} = {value} is out of range; allowed: integers of 64 bits"
+    setattr(getattr(run, section) if section else run, name, as_type(value, kind))
     return None
 
 
 def _value_problems(run: RunConfig) -> list[str]:
-    """Values of the right type that make no sense, alone or together."""
+    """Values that are not allowed, alone or together."""
     problems = option_problems(run)
     for section in SECTIONS:
         problems += option_problems(getattr(run, section), f"{section}.")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
+    if problems:  # the rules below need values that are allowed alone
+        return problems
     train, optim, architecture = run.train, run.optim, run.model.architecture
     is_mixer, form = architecture == "masked_mixer", run.model.mixing_weight
     clashes = [
@@ -263,8 +242,84 @@ def _value_problems(run: RunConfig) -> list[str]:
         ),
         (
             optim.warmup_steps > train.steps,
-            f"optim.warmup_steps = {optim.warmup_steps} is more than train.steps = {train.steps}; "
-            "allowed: at most that",
+            f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, {train.steps}",
         ),
     ]
-    return problems + [text for holds, text in clashes if holds]
+    return [text for holds, text in clashes if holds]
+
+
+# --- YAML --------------------------------------------------------------------
+
+# The scalars of YAML 1.2's core schema, by tag. PyYAML follows YAML 1.1, where 5e-4 is text, `no`
+# is false, 010 is 8 and 1:30 is 90.
+CORE = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(0|[1-9][\d_]*)",
+    "float": r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))"
+    r"|\.(nan|NaN|NAN)",
+    "merge": "<<",
+}
+
+
+class Loader(yaml.SafeLoader):
+    """Reads the core schema of YAML 1.2. A key that is given twice is an error."""
+
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node, deep=False):
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                problem = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_document(self, node):
+        self.deep_construct = True  # refuses what contains itself, such as &a [*a]
+        return super().construct_document(node)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
+
+
+for tag, pattern in CORE.items():
+    for kind in (Loader, Dumper):
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises yaml.YAMLError for every text that has none."""
+    try:
+        return yaml.load(text, Loader=Loader)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
+        raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
+
+
+def as_yaml(value: Any) -> str:
+    """The YAML text of a value, with its keys in their order."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(path: str | Path) -> dict:
+    """The sections of a configuration file. Raises UserError for a file that is missing, not YAML,
+    or not a mapping.
+    """
+    try:
+        given = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = list(Path(path).parent.glob("*.yaml")) or list(Path("configs").glob("*.yaml"))
+        names = ", ".join(sorted(map(str, near))) or "none"
+        raise UserError(f"no configuration file {path}; there are: {names}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {error}") from None
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise UserError(
+            f"{path} holds a {type(given).__name__}; it must hold sections with keys, see configs/"
+        )
+    return given

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from mixer.checkpoints.checkpoint import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
-from mixer.common.hardware import check_precision, is_out_of_memory, out_of_memory
-from mixer.data.batches import Batches, SampleOrder, Share, to_device
+from mixer.common.hardware import check_precision, memory_for
 from mixer.data.prepare import open_data
+from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.optimizers.chained import Guard, clip, gradient_norm
 from mixer.training.config import RunConfig
-from mixer.training.metrics import Metrics, Timer, as_text, in_json
-from mixer.training.objective import useful_flops, validate
+from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
 from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
+from mixer.training.passes import useful_flops
 from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
 
 
@@ -29,9 +29,8 @@ def train(run: RunConfig) -> PreTrainedModel:
     """Trains `run` on all processes of the launch, from its newest complete checkpoint on. Returns
     the model, which FSDP has sharded.
 
-    Raises UserError for settings that cannot work here, for too little memory or a disk that cannot
-    be written to, and for gradients that end the run. With several processes, one that fails ends
-    its process instead.
+    Raises UserError for what cannot work here, fills memory or disk, or diverges. With several
+    processes, one that fails ends its process instead.
     """
     transformers.utils.logging.disable_progress_bar()
     accelerator = build_accelerator(run.train.mixed_precision)
@@ -67,19 +66,17 @@ class Trainer:
         if world.is_main:
             if self.counters.step < run.train.steps:  # else it stays as it is
                 save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
-            step, again = self.counters.step, self.owes_evaluation
-            self.metrics = Metrics(run, step, again, state.wandb_id, world.say)
+            self.metrics = Metrics(run, self.counters.step, self.owes_evaluation, state.wandb_id)
         samples = len(data.training)
         world.say(banner(run, state, samples, memory, world))
 
         train, checkpoint = run.train, run.checkpoint
-        self.share = Share(
-            train.batch_size, train.gradient_accumulation_steps, world.size, world.rank
-        )
-        # Of all processes; as many are targets, where rows are not padded, or part of a pair.
-        self.step_tokens = self.share.step_samples * run.sample_tokens
         order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
-        self.batches = Batches(data.training, order, self.share, self.counters.samples, pin)
+        sizes = train.gradient_accumulation_steps, train.batch_size
+        place, position = (world.rank, world.size), self.counters.samples
+        self.batches = Batches(data.training, order, sizes, place, position, pin)
+        # Of all processes; as many are targets, where rows are not padded, or part of a pair.
+        self.step_tokens = self.batches.step_samples * run.sample_tokens
         keep, keep_every, tokenizer = checkpoint.keep, checkpoint.keep_every, data.tokenizer
         self.writer = CheckpointWriter(
             run.directory, keep, keep_every, world, self.model, tokenizer, run.is_contrastive
@@ -90,10 +87,9 @@ class Trainer:
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Of this process since the last line of metrics, those before a resume on the main process.
         # In float64 the sum is exact, so that its parts may be added in any order.
-        earlier = math.nan if self.counters.nats is None else self.counters.nats
-        self.nats = torch.tensor(
-            earlier if world.is_main else 0.0, dtype=torch.float64, device=self.device
-        )
+        self.nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        if world.is_main:
+            self.nats += math.nan if self.counters.nats is None else self.counters.nats
 
     def train(self) -> PreTrainedModel:
         """All steps that are left, or those until a signal. Returns the model."""
@@ -139,7 +135,7 @@ class Trainer:
         self.accelerated.zero_grad(set_to_none=True)
 
         counters.step += 1
-        counters.samples += self.share.step_samples
+        counters.samples += self.batches.step_samples
         self.uncounted += step_targets
 
     def between_steps(self) -> bool:
@@ -231,19 +227,17 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
     several processes any error ends this one.
     """
+    sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
+    listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
     try:
-        yield
+        with memory_for(accelerator.device, f"training {run.directory}", listed, LESS_MEMORY):
+            yield
     except BaseException as error:
-        if is_out_of_memory(error):
-            sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-            listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
-            listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
-            what = f"training {run.directory}"
-            error = out_of_memory(accelerator.device, what, listed, LESS_MEMORY)
-        elif isinstance(error, OSError):
+        if isinstance(error, OSError):
             error = UserError(
-                f"the run in {run.directory} has ended: {error}; mend that (make space, give "
-                "access), then give the same command again: it goes on from the last save, if any"
+                f"the run in {run.directory} has ended: {error}; mend that and give the same "
+                "command again: it goes on from the last save, if any"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)

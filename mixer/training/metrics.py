@@ -1,5 +1,5 @@
-"""The metrics of a run: how fast it is, and the lines of metrics.jsonl, copied to wandb or
-TensorBoard if asked for.
+"""The metrics of a run: how fast it is, its loss on a sample of the validation split, and the lines
+of metrics.jsonl, copied to wandb or TensorBoard if asked for.
 """
 
 import json
@@ -12,13 +12,19 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
+from torch import nn
 
-from mixer.common.errors import Say
+from mixer.common.errors import first_line
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
+from mixer.data.config import TASKS
+from mixer.data.prepare import Data
+from mixer.data.samples import to_device
 from mixer.distributed.world import World
+from mixer.models.retrieval import MOST_PAIRS, info_nce, pair_vectors, top1
 from mixer.reporting.text import readable_lines
 from mixer.training.config import RunConfig
 
@@ -46,9 +52,7 @@ class Timer:
     ) -> dict[str, float]:
         """Since the last call: the throughput of all processes, with useful TFLOP/s and their share
         of the devices' peak if that is known, and the share of time that this process waited for
-        data. Waits for the device.
-
-        tokens: trained on so far by all processes, padding left out.
+        data. Waits for the device. tokens: trained on so far by all processes, without padding.
         """
         if world.device.type == "cuda":
             torch.cuda.synchronize()
@@ -64,6 +68,66 @@ class Timer:
         return line
 
 
+def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> tuple[dict, str]:
+    """The entries of metrics.jsonl, and in words what they say beside the loss."""
+    samples, batch_size = run.train.eval_samples, run.train.batch_size
+    if run.is_contrastive:
+        count = min(len(data.validation), samples or MOST_PAIRS, MOST_PAIRS)
+        model = world.accelerator.unwrap_model(parallel).eval()  # it gives vectors
+        place = world.device, world.rank, world.size
+        vectors = world.sum(pair_vectors(model, data.validation, count, batch_size, place))
+        model.train()
+        loss = info_nce(*vectors, 0, run.train.temperature).mean().item()
+        shares = top1(*vectors)
+        said = "".join(f"{name.replace('_', ' ')} {share:.1%}, " for name, share in shares.items())
+        said += f"{count:,} of {len(data.validation):,} pairs"
+        return {"validation_loss": loss, "validation_pairs": count} | shares, said
+    found = token_scores(parallel, data, samples, batch_size, world)
+    said = f"{found['validation_bits_per_byte']:.4f} bits per byte"
+    if run.data.source in TASKS:
+        said = f"{found['validation_accuracy']:.2%} right"
+    of = data.manifest.splits["validation"].tokens
+    return found, f"{said} ({found['validation_tokens']:,} of {of:,} tokens)"
+
+
+@torch.no_grad()
+def token_scores(
+    parallel: nn.Module, data: Data, samples: int, batch_size: int, world: World
+) -> dict[str, float]:
+    """What a line of metrics has of `samples` samples spread evenly over the validation split, 0
+    for all: mean nats per target token, bits per byte of their text, the share of targets that are
+    the likeliest token, and the number of targets. The processes share the samples.
+    """
+    validation = data.validation
+    samples = min(len(validation), samples or len(validation))
+    # nats, right ones, targets, bytes
+    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
+    model = world.accelerator.unwrap_model(parallel)  # DDP has nothing to synchronise here
+    model.eval()
+    step = batch_size * world.size
+    for start in range(0, samples, step):
+        own = range(start, min(start + step, samples))[world.rank :: world.size]
+        # Every batch is filled up to one shape, as torch.compile would compile another one anew.
+        # A process without samples computes a batch too, as sharded weights need all processes.
+        filled = [*own, *[0] * (batch_size - len(own))]
+        batch = validation.batch(np.array(filled) * len(validation) // samples)
+        scored = batch[1][: len(own)]
+        scored = scored[scored != -100]
+        nats, right = model(*to_device(batch, world.device))
+        totals[0] += nats[: len(own)].sum(dtype=torch.float64)
+        totals[1] += right[: len(own)].sum()
+        totals[2] += len(scored)
+        totals[3] += int(data.token_bytes[scored.numpy()].sum())
+    model.train()
+    nats, right, count, size = world.sum(totals).tolist()
+    return {
+        "validation_loss": nats / count,
+        "validation_bits_per_byte": nats / math.log(2) / max(size, 1),
+        "validation_accuracy": right / count,
+        "validation_tokens": int(count),
+    }
+
+
 class Metrics:
     """Writes the metrics of a run that stands at `step`; only the main process has one.
 
@@ -75,9 +139,7 @@ class Metrics:
     wandb_id: of the run at wandb, where it goes on there.
     """
 
-    def __init__(
-        self, run: RunConfig, step: int, again: bool, wandb_id: str | None, say: Say = print
-    ):
+    def __init__(self, run: RunConfig, step: int, again: bool, wandb_id: str | None):
         path, self.name = run.directory / "metrics.jsonl", run.logging.tracker
         self.validation_losses: dict[int, float] = {}  # by step
         self.tracker = self._try(lambda: _start_tracker(run, wandb_id))
@@ -85,13 +147,13 @@ class Metrics:
         self.wandb_id = wandb.id if wandb else wandb_id
         self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
         kept = []
-        for text, line in readable_lines(path, say) if path.exists() else []:
+        path.touch()
+        for text, line in readable_lines(path, print):
             is_again = again and "validation_loss" in line
             if line["step"] < step or (line["step"] == step and not is_again):
                 kept.append(text + "\n")
                 self._note(line)
-        if path.exists():
-            write_text(path, "".join(kept))
+        write_text(path, "".join(kept))
         self.file = open(path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -122,14 +184,10 @@ class Metrics:
             return call()
         except Exception as error:
             self.tracker = None
-            no_network = "WANDB_MODE=offline needs no network"
-            remedy = no_network if self.name == "wandb" else f"pip install {self.name}"
-            print(
-                f"{self.name} has failed, the run goes on without: {type(error).__name__}: {error};"
-                " metrics.jsonl has every line, and the missing ones are sent when the run is "
-                f"resumed ({remedy})",
-                flush=True,
-            )
+            remedy = "WANDB_MODE=offline needs no network, " if self.name == "wandb" else ""
+            remedy += f"pip install {self.name}"
+            said = f"{self.name} has failed, the run goes on without: {first_line(error)}"
+            print(f"{said}; a resume sends it all lines of metrics.jsonl ({remedy})", flush=True)
             if isinstance(error, ConnectionError):
                 # Otherwise wandb tries again when Python exits, and prints a traceback.
                 import wandb

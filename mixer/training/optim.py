@@ -17,6 +17,8 @@ from mixer.optimizers.chained import ChainedOptimizer
 from mixer.optimizers.updates import Muon, SharedLagsAdamW
 
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
+Processes = dist.ProcessGroup | None  # that hold the same model and may share work
+Compile = Callable[[Callable], Callable] | None  # makes functions of whole parameters faster
 
 # The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
 # places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
@@ -36,18 +38,14 @@ class OptimConfig:
         "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant")
     )
     warmup_steps: int = option(500, "steps of linear warm-up", at_least=0)
-    min_lr_ratio: float = option(
-        0.0, "final learning rate as a share of lr (cosine, linear)", at_least=0, at_most=1
-    )
+    min_lr_ratio: float = option(0.0, "the final rate as a share of lr", at_least=0, at_most=1)
     weight_decay: float = option(0.01, "on weights alone, not on biases and norms", at_least=0)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
     beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
     shared_lags: bool = option(
-        False,
-        "full mixing weights (model.mixing_weight) also learn as their lags: one number for each "
-        "distance of tokens",
+        False, "full mixing weights also learn as their lags, a number for each distance of tokens"
     )
     shared_lags_lr: float | None = option(
         None,
@@ -55,11 +53,7 @@ class OptimConfig:
         f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} where the context is above {LONG} tokens",
         above=0,
     )
-    mixing_lr: float = option(
-        1.0,
-        "the learning rate of full mixing weights, as a multiple of lr; lags have shared_lags_lr",
-        above=0,
-    )
+    mixing_lr: float = option(1.0, "that of full mixing weights, as a multiple of lr", above=0)
     matrices_lr: float = option(1.0, "that of the matrices of linear layers", above=0)
     vectors_lr: float = option(1.0, "that of biases and norms", above=0)
 
@@ -103,31 +97,26 @@ def kinds_of(model: nn.Module) -> Kinds:
 
 
 def build_optimizer(
-    model: nn.Module,
-    config: OptimConfig,
-    processes: dist.ProcessGroup | None = None,
-    compile: Callable[[Callable], Callable] | None = None,
+    model: nn.Module, config: OptimConfig, processes: Processes = None, compile: Compile = None
 ) -> ChainedOptimizer:
     """The optimizer of a run.
 
     Args:
         model: with its parameters on their device.
-        processes: those that hold the same model and may share work; None for one process.
-        compile: what makes functions of whole parameters faster, such as torch.compile; None where
-            there is no compiler, or parameters are going to be sharded.
+        compile: such as torch.compile; None where there is no compiler, or parameters are going to
+            be sharded.
     """
     return ChainedOptimizer(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
 
 
 def adamw(
-    kinds: Kinds,
-    config: OptimConfig,
-    processes: dist.ProcessGroup | None,
-    compile: Callable[[Callable], Callable] | None,
+    kinds: Kinds, config: OptimConfig, processes: Processes, compile: Compile
 ) -> list[torch.optim.Optimizer]:
     """AdamW for everything; weights decay, biases, norms and lags do not."""
     context = max((part.shape[-1] for part in kinds.mixing + kinds.lags), default=0)
-    lags, decay = lags_lr(config, context), config.weight_decay
+    lags, decay = config.shared_lags_lr, config.weight_decay
+    if lags is None:
+        lags = LAGS_LR if context <= LONG else LONG_LAGS_LR
     groups = [
         {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
         {"params": kinds.lags, "weight_decay": 0.0, "lr_factor": lags},
@@ -144,32 +133,17 @@ def adamw(
     return [kind(groups, fused=True, **settings)] if groups else []
 
 
-def lags_lr(config: OptimConfig, context: int) -> float:
-    """The lags' learning rate as a multiple of lr."""
-    if config.shared_lags_lr is not None:
-        return config.shared_lags_lr
-    return LAGS_LR if context <= LONG else LONG_LAGS_LR
-
-
 def muon(
-    kinds: Kinds,
-    config: OptimConfig,
-    processes: dist.ProcessGroup | None,
-    compile: Callable[[Callable], Callable] | None,
+    kinds: Kinds, config: OptimConfig, processes: Processes, compile: Compile
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of linear layers, AdamW for the rest."""
-    rest = replace(kinds, matrices=[])
-    parts = adamw(rest, config, processes, compile)
+    parts = adamw(replace(kinds, matrices=[]), config, processes, compile)
     if kinds.matrices:
         group = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
         settings = (config.lr, config.weight_decay, config.momentum)
-        parts.append(Muon([group], *settings, kinds.rows, processes, compile or as_it_is))
+        options = {"compile": compile} if compile else {}
+        parts.append(Muon([group], *settings, kinds.rows, processes, **options))
     return parts
-
-
-def as_it_is(function: Callable) -> Callable:
-    """In place of a compiler."""
-    return function
 
 
 OPTIMIZERS |= {"adamw": adamw, "muon": muon}
@@ -180,16 +154,13 @@ def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
     if is_sharded and (config.name != "adamw" or config.shared_lags):
         raise UserError(
             f"optim.name = {config.name} and optim.shared_lags = {str(config.shared_lags).lower()} "
-            "with FSDP, which shards the matrices that they work on; allowed with FSDP: "
-            "optim.name=adamw and optim.shared_lags=false; or launch with DDP, such as "
-            "configs/accelerate/1x8.yaml"
+            "with FSDP, which shards the matrices that they work on; allowed with FSDP: adamw and "
+            "false; with DDP, as in configs/accelerate/1x8.yaml: all"
         )
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (0 is the first) of `steps`: no state, so resuming cannot go
-    wrong.
-    """
+    """The rate of step `step` (0 is the first) of `steps`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # 0 .. 1

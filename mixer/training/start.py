@@ -20,24 +20,22 @@ from mixer.checkpoints.checkpoint import earlier_settings, find_resume, remove_p
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
-from mixer.common.parsing import as_yaml
-from mixer.data.config import unused_options
+from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
-from mixer.data.prepared import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
-from mixer.training.compile import (
+from mixer.training.config import RunConfig, as_yaml, flatten
+from mixer.training.optim import build_optimizer, learning_rate
+from mixer.training.passes import (
     HOPPER,
     Passes,
+    build_objective,
     compile_objective,
     compiled,
     obstacle_to_graph,
-    set_recompute,
+    useful_flops,
 )
-from mixer.training.config import RunConfig, flatten
-from mixer.training.objective import build_objective, useful_flops
-from mixer.training.optim import build_optimizer, learning_rate
 
 
 @dataclass
@@ -108,9 +106,7 @@ def find_checkpoint(run: RunConfig, world: World) -> Path | None:
 
 
 def data_identity(manifest: Manifest, seed: int) -> dict[str, Any]:
-    """What identifies a prepared data set and the order of its samples, by configuration keys and
-    file names.
-    """
+    """What identifies the data and the order of its samples."""
     hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
     settings = {f"data.{key}": value for key, value in manifest.settings.items()}
     tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
@@ -126,14 +122,10 @@ def needs_race(run: RunConfig, device: torch.device) -> bool:
 def parallelize(
     model: PreTrainedModel, run: RunConfig, world: World
 ) -> tuple[Passes, AcceleratedOptimizer]:
-    """The passes of the model with its loss (see Objective), ready to train on all processes, and
-    its optimizer.
-
-    The model itself is changed: it moves to the device, and under FSDP its parameters become
-    shards.
+    """The passes of the model with its loss, ready to train on all processes, and its optimizer.
+    The model moves to the device, and under FSDP its parameters become shards.
     """
     shape = (run.train.batch_size, run.model.max_position_embeddings)
-    set_recompute(model, run.train.recompute)
     processes = dist.group.WORLD if world.size > 1 else None
     objective = build_objective(model, run, processes).to(world.device).train()
     is_compiled = compile_objective(objective, run.train, shape, world)
@@ -168,7 +160,7 @@ def parallelize(
 
 LESS_MEMORY = (
     "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
-    "factor (the losses stay the same); or set train.recompute=block; or set "
+    "factor (the losses stay the same); or set train.recompute=block or "
     "train.mixed_precision=bf16; or choose a smaller model. Then give the same command again"
 )
 
@@ -186,8 +178,8 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         return tensor
 
     # No kernels of ours: those are for tensors with numbers.
-    options = replace(run.model, mixing_backend="auto")
-    config = model_config(options, data.vocab_size, data.eos_token_id)
+    plain = replace(run.model, mixing_backend="auto")
+    config = model_config(plain, data.vocab_size, data.eos_token_id)
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     with (
         FakeTensorMode(),
@@ -195,7 +187,6 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         model = model_class(config)(config)
-        set_recompute(model, run.train.recompute)
         tokens = torch.zeros(shape, dtype=torch.int64)
         build_objective(model, run).train()(tokens, tokens)
     weights = list(model.parameters())
@@ -219,14 +210,12 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
 
 
 def banner(run: RunConfig, state: State, samples: int, memory: float, world: World) -> str:
-    """What is printed before the first step: the model, the devices and the data, and what the run
-    will take.
-    """
+    """What is printed before the first step."""
     parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
     is_mixer, on_gpu = run.model.architecture == "masked_mixer", world.device.type == "cuda"
     mixing = run.model.mixing_backend if is_mixer else "attention"
     name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
-    engine = ", FSDP" if world.is_sharded else ""
+    processes = f"{world.size} process{'es' * (world.size > 1)}{', FSDP' * world.is_sharded}"
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
     tokens = batch * run.sample_tokens  # of a step
     steps, left = run.train.steps, max(0, run.train.steps - state.counters.step)
@@ -235,14 +224,12 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
     begins += "" if left else f", and train.steps = {steps} leaves none to train"
-    # On a GPU compiled code and kernels keep less for the backward pass.
-    needs = f"{'up to' if on_gpu else 'about'} {memory:.1f} GB of memory"
+    about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
     return (
-        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {world.size} "
-        f"{'process' if world.size == 1 else 'processes'}{engine} on {name}\n"
-        f"{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
-        f"{samples:,} samples\n"
-        f"{needs}, at least {timedelta(seconds=round(seconds))}; {begins}"
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
+        f"{name}\n{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
+        f"{samples:,} samples\n{about} {memory:.1f} GB of memory, at least "
+        f"{timedelta(seconds=round(seconds))}; {begins}"
     )
 
 
@@ -251,7 +238,6 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
 # trains nothing cannot change it.
 
 SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is trained
-OF_ONE_MACHINE = ("directory", "workers")  # of the data, which they do not change
 # What another start may change though no step is left: they do not change what was trained.
 HARMLESS = {"train.steps", "processes"}
 # What decides which state the optimizer has: no resume may change it.
@@ -267,7 +253,7 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     """
     known = used_settings(run)
     settings = {name: known[name] for name in SETTINGS} | {"processes": world.size}
-    settings["data"] = {k: v for k, v in known["data"].items() if k not in OF_ONE_MACHINE}
+    settings["data"] = {k: v for k, v in known["data"].items() if k not in NOT_COMPARED}
     if trainer is None:
         return {"settings": settings, "earlier": {}}
     before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
@@ -283,8 +269,8 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
         if changed.keys() - HARMLESS:
             raise UserError(
                 f"{run.directory} has {step} steps, which were trained with other settings: "
-                f"{listed}. train.steps = {run.train.steps} leaves none to train with these: "
-                "choose another name for another run, set them back, or raise train.steps to go on"
+                f"{listed}. Set these back, choose another name for another run, or raise "
+                "train.steps to go on"
             )
     elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")
@@ -301,10 +287,9 @@ def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: Wor
     now = learning_rate(run.optim, step, run.train.steps)
     if now > 1.1 * last:
         world.say(
-            f"the learning rate jumps from {last:.3g} to {now:.3g}, to that of the new schedule: "
-            "the loss may rise. To go on at the old rate set optim.schedule=constant "
-            f"optim.lr={last:.3g} optim.warmup_steps=0; for one schedule over all steps train anew "
-            "under another name"
+            f"the learning rate jumps from {last:.3g} to {now:.3g}: the loss may rise. To go on at "
+            f"the old rate set optim.schedule=constant optim.lr={last:.3g} optim.warmup_steps=0; "
+            "for one schedule over all steps train anew under another name"
         )
 
 
@@ -317,8 +302,6 @@ def used_settings(run: RunConfig) -> dict[str, Any]:
 
 
 def save_config(run: RunConfig, path: Path, earlier: dict[str, dict[str, Any]]) -> None:
-    """The resolved configuration as YAML, written whole or not at all. What earlier steps had in
-    place of it is said in comments.
-    """
+    """The resolved configuration as YAML, and in comments what earlier steps had in its place."""
     comments = "".join(f"# {line}\n" for line in earlier_settings(earlier))
     write_text(path, comments + as_yaml(used_settings(run)))

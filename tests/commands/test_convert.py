@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mixer.checkpoints.reference_format import from_reference, to_reference
 from mixer.common.errors import UserError
-from mixer.convert import convert, convert_back, convert_to_full, main
+from mixer.convert import convert, convert_back, convert_mixing, main
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
-from mixer.models.masked_mixer.convolution import LagConv
+from mixer.models.masked_mixer.convolution import TriangularConv
 
 
 @pytest.mark.parametrize("kind", ["flat", "expanded", "mixerhead", "conv"])
@@ -57,19 +57,31 @@ def test_a_tied_weight_that_was_saved_once_is_found(tmp_path, kept):
     torch.testing.assert_close(model(tokens()).logits, reference(tokens()), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind", ["lags", "keyed-lags", "keyed-parts", "rows", "columns", "rows-and-columns"]
-)
-def test_any_mixing_weight_becomes_a_full_one_without_a_change(kind, tmp_path):
-    model, ids = lively_model(**MIXINGS[kind]), tokens()
+@pytest.mark.parametrize("kind", ["lags", "keyed-lags", "keyed-parts"])
+def test_a_model_by_lag_becomes_full_and_lags_again_without_a_change(kind, tmp_path, capsys):
+    model = lively_model(**MIXINGS[kind])
     for conv in model.modules():
-        if isinstance(conv, LagConv):
+        if isinstance(conv, TriangularConv):
             conv.lags.data.normal_()
-    model.save_pretrained(tmp_path / "some")
-    convert_to_full(tmp_path / "some", tmp_path / "full")
-    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
-    assert full.config.mixing_weight == "full"
-    torch.testing.assert_close(full(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "lags")
+    convert_mixing(tmp_path / "lags", tmp_path / "full", "full")
+    convert_mixing(tmp_path / "full", tmp_path / "again", "lags")
+    assert capsys.readouterr().out.count("in the mean, at most 0.00%") == 2
+    ids = tokens()
+    for name in ("full", "again"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert found.config.mixing_weight == ("full" if name == "full" else "lags")
+        torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsys):
+    small_model().save_pretrained(tmp_path / "full")
+    arguments = [tmp_path / "full", "--output", tmp_path / "lags", "--mixing-weight", "lags"]
+    monkeypatch.setattr("sys.argv", ["convert", *map(str, arguments)])
+    main()
+    # Of random numbers in a triangle of 12 rows the 12 means keep 12 parts of 78.
+    far = float(re.search(r"changed by ([\d.]+)% of their norm", capsys.readouterr().out)[1])
+    assert far == pytest.approx(100 * (66 / 78) ** 0.5, abs=6)
 
 
 def test_what_a_file_does_not_say_is_said(tmp_path, capsys):
@@ -172,6 +184,16 @@ def test_recurrent_mixers_that_do_not_convert_are_refused(tmp_path):
     small_model(mixing_weight="rows").save_pretrained(tmp_path / "gelu")
     with pytest.raises(UserError, match="does not have mlp_first = False, hidden_act = gelu;"):
         convert_back(tmp_path / "gelu", tmp_path / "back.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "rows-and-columns"])
+def test_a_recurrent_weight_becomes_a_full_one_without_a_change(kind, tmp_path, capsys):
+    model, ids = lively_model(**MIXINGS[kind]), tokens()
+    model.save_pretrained(tmp_path / "recurrent")
+    convert_mixing(tmp_path / "recurrent", tmp_path / "full", "full")
+    assert "in the mean, at most 0.00%" in capsys.readouterr().out
+    full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+    torch.testing.assert_close(full(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_transformer_does_not_go_back(tmp_path):

@@ -113,7 +113,7 @@ def test_an_earlier_output_stays_as_it_was(inputs, tmp_path, call, name):
     call(main, arguments)
     (tmp_path / "other").write_text("a file of the user's")
     before = state_files(tmp_path)
-    with file_limit(9_000), pytest.raises(UserError, match="as it was before: make space"):
+    with file_limit(9_000), pytest.raises(UserError, match="as it was before: mend that"):
         call(main, arguments)
     assert state_files(tmp_path) == before
     call(main, arguments)

@@ -5,14 +5,22 @@ JSON file that is not what it should be is one message.
 import fcntl
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mixer.common import files
 from mixer.common.errors import UserError
-from mixer.common.files import check_new, check_writable, has_sha256, locked, sha256, write_text
-from mixer.common.parsing import NONE, read_json
+from mixer.common.files import (
+    check_new,
+    check_writable,
+    has_sha256,
+    locked,
+    read_json,
+    sha256,
+    write_text,
+)
 
 
 def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
@@ -61,15 +69,29 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path)
             assert file.exists()
 
 
-def test_a_file_is_compared_with_its_sha256_once_until_it_changes(tmp_path, monkeypatch):
-    file, read, said = tmp_path / "file", [], []
+def test_locks_in_a_folder_that_comes_and_goes_with_them_are_taken_one_at_a_time(tmp_path):
+    lock, held = tmp_path / "a/b/c/.lock", []
+
+    def take(_) -> None:
+        with locked(lock, lambda: None):
+            held.append(1)
+            assert len(held) == 1
+            held.pop()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(take, range(1000)))
+    assert not lock.exists()
+
+
+def test_a_file_is_compared_with_its_sha256_once_until_it_changes(tmp_path, monkeypatch, capsys):
+    file, read = tmp_path / "file", []
     monkeypatch.setenv("MIXER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "LARGE", 10)
     monkeypatch.setattr(files, "sha256", lambda path: read.append(path) or sha256(path))
     file.write_bytes(b"a" * 1000)
     good = hashlib.sha256(b"a" * 1000).hexdigest()
-    assert all(has_sha256(file, good, said.append) for _ in range(3)) and len(read) == 1
-    assert len(said) == 1 and f"comparing {file}" in said[0]
+    assert all(has_sha256(file, good) for _ in range(3)) and len(read) == 1
+    assert capsys.readouterr().err.count(f"comparing {file} ") == 1
     assert not has_sha256(file, "0" * 64) and not has_sha256(file, "0" * 64) and len(read) == 3
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     file.write_bytes(b"a" * 999 + b"b")
@@ -87,7 +109,7 @@ WRONG = {
     b"[1]": "it holds list, allowed: an object with keys",
     b'{"name": "x"}': "size missing",
     b'{"size": true, "name": null}': "size = True, allowed: int",
-    b'{"size": 1, "name": 2}': "name = 2, allowed: str or null",
+    b'{"size": 1, "name": 2}': "name = 2, allowed: str | None",
     b'{"size": 1, "name": "x", "other": {"deep": ["\\ud800"]}}': "surrogates not allowed",
     b'{"size": 1, "name": "a\\u0000"}': "it holds a null character",
 }
@@ -98,7 +120,7 @@ def test_what_is_wrong_is_named(tmp_path, content, problem):
     file = tmp_path / "notes.json"
     file.write_bytes(content)
     with pytest.raises(UserError) as raised:
-        read_json(file, "copy it again", {"size": int, "name": (str, NONE)})
+        read_json(file, "copy it again", {"size": int, "name": str | None})
     message = str(raised.value)
     assert message.startswith(f"{file} ") and message.endswith(": copy it again")
     assert problem in message

@@ -16,10 +16,10 @@ from runs import read_lines
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import commit
-from mixer.common.parsing import read_yaml
 from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
+from mixer.training.config import read_yaml
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_plan.py"

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, Manifest
 from mixer.data.prepare import prepare, results
-from mixer.data.prepared import Manifest, TokenFile
+from mixer.data.samples import TokenFile
 from mixer.data.tokenizer import train_tokenizer
 
 KILLS = max(1, int(os.environ.get("MIXER_SOAK_KILLS", "0")))
@@ -214,7 +214,7 @@ def test_a_disk_that_fills_anywhere_is_one_error_and_with_space_the_same_data_is
     written = [file for file in (tmp_path / "prepared").rglob("*") if file.is_file()]
     for size in sorted({file.stat().st_size for file in written}):
         config = dataclasses.replace(whole, directory=str(tmp_path / str(size)))
-        with file_limit(size - 1), pytest.raises(UserError, match="File too large.* space"):
+        with file_limit(size - 1), pytest.raises(UserError, match="File too large.* mend that"):
             prepare(config, quiet)
         assert not Path(config.directory).exists()
         prepare(config, quiet)

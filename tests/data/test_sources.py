@@ -26,9 +26,8 @@ from texts import (
 import mixer
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, Manifest
 from mixer.data.prepare import Corpus, prepare
-from mixer.data.prepared import Manifest
 from mixer.training.config import load_config
 
 
@@ -274,7 +273,7 @@ def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
     assert [split.documents for split in prepare(config, quiet).splits.values()] == [1, 1]
     for name, texts in (("single", made_texts(1)), ("copies", made_texts(1) * 3)):
         refused = config_of(tmp_path / name, texts)
-        with pytest.raises(UserError, match="documents for train alone.*Give more documents"):
+        with pytest.raises(UserError, match="documents for train alone.*give more documents"):
             prepare(refused, quiet)
         assert not Path(refused.directory).exists()
 

@@ -16,9 +16,9 @@ from texts import config_of, made_texts, quiet
 
 from mixer.common.errors import UserError
 from mixer.common.files import note_of
-from mixer.data.batches import SampleOrder
+from mixer.data.config import Manifest, fingerprint
 from mixer.data.prepare import prepare
-from mixer.data.prepared import Manifest, TokenFile, fingerprint
+from mixer.data.samples import SampleOrder, TokenFile
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 TOKENS = 10_000_000_000  # of a sparse file, which takes no space

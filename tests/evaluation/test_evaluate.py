@@ -148,11 +148,15 @@ def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extr
     )
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_gives_nearly_the_same_loss(run, dtype):
-    result, expected = evaluate(run, dtype=dtype), evaluate(run)
-    assert result["loss"] == pytest.approx(expected["loss"], rel=1e-3)
-    assert result["loss"] != expected["loss"] and result["dtype"] == dtype
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [({"backend": "auto"}, 1e-6), ({"dtype": "bf16"}, 1e-3), ({"dtype": "fp16"}, 1e-3)],
+)
+def test_what_is_asked_for_computes_and_gives_nearly_the_same_loss(run, options, tolerance):
+    result, expected = evaluate(run, **options), evaluate(run)
+    assert result["backend"] == options.get("backend", "dense") and expected["backend"] == "dense"
+    assert result["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    assert (result["loss"] != expected["loss"]) == ("dtype" in options)
 
 
 def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from mixer.optimizers.chained import ChainedOptimizer
-from mixer.training import loop, objective
+from mixer.training import loop, passes
 
 
 def scaled_in_fp32(init_scale: float = 2.0**127) -> None:
@@ -25,8 +25,8 @@ def scaled_in_fp32(init_scale: float = 2.0**127) -> None:
         ]
         return accelerator
 
-    real_nats = objective.token_nats
-    loop.build_accelerator, objective.token_nats = (
+    real_nats = passes.token_nats
+    loop.build_accelerator, passes.token_nats = (
         build,
         lambda *arguments: 256 * real_nats(*arguments),
     )
@@ -36,7 +36,7 @@ def plant(what: str, step: int, bad: float, set_attribute=setattr) -> None:
     """Step `step` will leave `bad` in one place of a "weight" or "moment", take it from one place
     of a "gradient" that the guard has seen before, or have it as "loss".
     """
-    real_step, real_nats = ChainedOptimizer.step, objective.token_nats
+    real_step, real_nats = ChainedOptimizer.step, passes.token_nats
     steps_done = itertools.count()
     done = next(steps_done)
 
@@ -57,5 +57,5 @@ def plant(what: str, step: int, bad: float, set_attribute=setattr) -> None:
         is_bad = what == "loss" and torch.is_grad_enabled() and done == step - 1
         return real_nats(logits, targets) * (bad if is_bad else 1.0)
 
-    set_attribute(objective, "token_nats", planted_nats)
+    set_attribute(passes, "token_nats", planted_nats)
     set_attribute(ChainedOptimizer, "step", planted_step)

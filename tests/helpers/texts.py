@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 
-from mixer.data.config import DataConfig, check
-from mixer.data.prepared import Manifest
+from mixer.data.config import DataConfig, Manifest, check
 from mixer.data.sources import documents, source_parts
 from mixer.data.tokenizer import load_tokenizer
 

@@ -17,6 +17,7 @@ from mixer.reporting.figure import plot_loss_by_position
 from mixer.reporting.text import WIDTH, read_metrics
 
 STEPS = list(range(1, 41))
+AUTHOR = Path(__file__).parents[2] / "benchmarks/published.yaml"
 
 
 @pytest.fixture
@@ -64,6 +65,20 @@ def test_a_runs_picture_has_its_losses(tmp_path, drawn):
     assert shown[0] == (STEPS, losses(0.0))
     assert shown[1] == (STEPS[9::10], [y + 0.1 for y in losses(0.0)[9::10]])
     assert axes.get_title(loc="left") == "demo: loss"
+
+
+def test_published_losses_lie_in_a_runs_picture_as_far_as_the_run_goes(tmp_path, drawn):
+    run, file = write_metrics(tmp_path / "demo"), tmp_path / "published.yaml"
+    file.write_text("theirs: {source: a page, losses: {10: 4.5, 30: 4, 50: 3.5}}\n")
+    report.main([str(run), "--published", str(file)])
+    (axes,) = drawn[0].axes
+    assert curves(axes)["theirs 4.000"] == ([10, 30], [4.5, 4.0])
+    report.main([str(run), "--published", str(AUTHOR)])
+    assert "published flat 512 3.864" in curves(drawn[1].axes[0])
+    for wrong in ("theirs: [3]", "theirs: {losses: {}}", "theirs: {losses: {10: low}}"):
+        file.write_text(wrong)
+        with pytest.raises(UserError, match="published.yaml is no file of losses by step"):
+            report.main([str(run), "--published", str(file)])
 
 
 def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.reference_format import to_reference
-from mixer.data.batches import SampleOrder
+from mixer.data.samples import SampleOrder
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import load_config

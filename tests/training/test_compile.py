@@ -16,12 +16,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.mixing import gelu, short_gelu
-from mixer.training import compile, start
-from mixer.training.compile import compiled, compiled_parts, set_recompute
+from mixer.training import passes, start
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.objective import Objective, short_token_nats, token_nats
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
+from mixer.training.passes import (
+    Objective,
+    compiled,
+    compiled_parts,
+    set_recompute,
+    short_token_nats,
+    token_nats,
+)
 
 needs_tag = pytest.mark.skipif(
     not hasattr(torch.compiler.config, "cache_key_tag"), reason="needs torch 2.7"
@@ -60,7 +66,7 @@ def test_code_that_the_compiler_has_kept_is_not_for_other_operators(tmp_path, mo
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")  # back to it in the end
     x, hits = torch.ones(8, requires_grad=True), []
     for version in ("old", "old", "new"):
-        monkeypatch.setattr(compile, "operators_hash", partial(str, version))
+        monkeypatch.setattr(passes, "operators_hash", partial(str, version))
         torch._dynamo.reset()
         counters.clear()
         compiled(torch.sin)(x).sum().backward()

@@ -43,11 +43,11 @@ def test_every_problem_is_reported_at_once(tmp_path):
     for expected in (
         "10 problems",
         "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
-        "train.steps = 'many' is a str; allowed: int",
-        "train.batch_size = 1.5 is a float; allowed: int",
+        "train.steps = 'many'; allowed: int, 1 or more and at most 1000000000",
+        "train.batch_size = 1.5; allowed: int, 1 or more",
         "optim.schedule = 'cosin'; allowed: cosine, linear, constant",
         "unknown key lr = 1; did you mean optim.lr?",
-        "data.packed = 'maybe' is a str; allowed: bool",
+        "data.packed = 'maybe'; allowed: bool",
         "model.num_mixer_heads = 3 and hidden_size = 1024; allowed: heads that divide it",
         "optim.beta1 = 1.0; allowed: 0 or more and below 1",
         "seed: '[' cannot be read as a YAML value: ",
@@ -107,10 +107,10 @@ UNUSABLE = {
     "optim.lr=&a [*a]": "optim.lr: '&a [*a]' cannot be read as a YAML value",
     "seed=" + "[" * 3000: "cannot be read as a YAML value",
     "seed=" + "9" * 5000: "cannot be read as a YAML value",
-    "optim.lr=1" + "0" * 400: "is out of range; allowed: integers of 64 bits",
-    "train.steps=1e30": "is out of range; allowed: integers of 64 bits",
-    "train.steps=010": "train.steps = '010' is a str; allowed: int",  # PyYAML reads 8
-    "train.steps=1:30": "train.steps = '1:30' is a str; allowed: int",  # and 90
+    "optim.lr=1" + "0" * 400: "0; allowed: 0 or more",
+    "train.steps=1e30": "; allowed: 1 or more and at most 1000000000",
+    "train.steps=010": "train.steps = '010'; allowed: int, 1 or more",  # PyYAML reads 8
+    "train.steps=1:30": "train.steps = '1:30'; allowed: int, 1 or more",  # and 90
     "seed=4294967296": "seed = 4294967296; allowed: 0 or more and below 4294967296",
     "name=a\0b": "allowed: text without null characters and lone surrogates",
     "output_dir=\udcff": "allowed: text without null characters and lone surrogates",

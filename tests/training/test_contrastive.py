@@ -14,10 +14,10 @@ from texts import quiet
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from mixer.common.errors import UserError
-from mixer.convert import convert_to_full
+from mixer.convert import convert_mixing
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
-from mixer.data.prepared import PairFile
+from mixer.data.samples import PairFile
 from mixer.data.tokenizer import load_tokenizer
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 from mixer.export import export
@@ -25,7 +25,7 @@ from mixer.models.architecture import ModelConfig, model_class, model_config
 from mixer.models.retrieval import info_nce, text_vectors, top1
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.objective import Contrastive
+from mixer.training.passes import Contrastive
 
 TEMPERATURE = 0.1
 MODELS = {
@@ -145,7 +145,7 @@ def test_the_two_fields_of_a_row_are_a_pair_and_stay_in_one_split(source, tmp_pa
     assert any("have no text in field 'summary' or 'story'" in line for line in said)
     tokenizer, found = load_tokenizer(tmp_path / "data"), []
     for split in ("train", "validation"):
-        pairs = PairFile(tmp_path / "data", split, context=20, say=quiet)
+        pairs = PairFile(tmp_path / "data", split, context=20)
         for query, target in zip(*pairs.batch(range(len(pairs))), strict=True):
             found.append([tokenizer.decode(side[side >= 0]) for side in (query, target)])
     assert len(found) == 200 and 20 < len(pairs) < 70
@@ -166,7 +166,7 @@ def test_passages_of_books_are_pairs_with_the_next_one_and_share_no_token(tmp_pa
     files = {"path": str(tmp_path / "*.txt"), "validation_path": str(tmp_path / "other")}
     files |= {"directory": str(tmp_path / "data"), "vocab_size": 257}  # a token is a byte
     prepare(DataConfig(source="text", **files), quiet)
-    pairs = PairFile(tmp_path / "data", "train", context=16, say=quiet)
+    pairs = PairFile(tmp_path / "data", "train", context=16)
     assert len(pairs) == sum(length // 32 for length in lengths)
     tokenizer = load_tokenizer(tmp_path / "data")
     joined = torch.cat(pairs.batch(range(len(pairs))), dim=1)
@@ -174,7 +174,7 @@ def test_passages_of_books_are_pairs_with_the_next_one_and_share_no_token(tmp_pa
     wanted = [(tmp_path / f"{n}.txt").read_text()[: of // 32 * 32] for n, of in enumerate(lengths)]
     assert found == "".join(wanted)
     with pytest.raises(UserError, match="validation split .*a pair of passages: a document of 100"):
-        PairFile(tmp_path / "data", "validation", context=50, say=quiet)
+        PairFile(tmp_path / "data", "validation", context=50)
 
 
 # ------------------------------------------------------------------------- runs
@@ -222,7 +222,7 @@ def test_a_language_model_learns_to_find_partners_and_others_load_it(
     if architecture == "masked_mixer":
         saved += [tmp_path / "exported", tmp_path / "converted"]
         export(checkpoint, saved[1], "apache-2.0")
-        convert_to_full(checkpoint, saved[2])
+        convert_mixing(checkpoint, saved[2], "lags")
     for directory in saved:
         assert_transformers_has_the_same_vectors(directory)
     pytest.importorskip("sentence_transformers")

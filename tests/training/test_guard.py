@@ -17,16 +17,16 @@ def bad_loss_at() -> None:
     """The loss of process BAD_RANK is NaN at the steps BAD_STEPS, of data that makes it so each
     time it is used.
     """
-    from mixer.training import loop, objective
+    from mixer.training import loop, passes
 
     steps = {int(step) for step in os.environ["BAD_STEPS"].split(",")}
     is_bad_process = os.environ.get("RANK", "0") == os.environ["BAD_RANK"]
-    real_at, real_device, real_nats = loop.Batches.at, loop.to_device, objective.token_nats
+    real_at, real_device, real_nats = loop.Batches.at, loop.to_device, passes.token_nats
     mark, factor = 10_000_000, [1.0]
 
     def at(batches, position):
         made = real_at(batches, position)
-        if is_bad_process and position // batches.share.step_samples + 1 in steps:
+        if is_bad_process and position // batches.step_samples + 1 in steps:
             made[0][0][0, 0] = mark
         return made
 
@@ -36,7 +36,7 @@ def bad_loss_at() -> None:
         return inputs.clamp(max=1), targets
 
     loop.Batches.at, loop.to_device = at, to_device
-    objective.token_nats = lambda logits, targets: real_nats(logits * factor[0], targets)
+    passes.token_nats = lambda logits, targets: real_nats(logits * factor[0], targets)
 
 
 @pytest.mark.parametrize(("processes", "settings"), [(1, ()), (2, RECIPE)])

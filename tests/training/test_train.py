@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import check_precision
-from mixer.data.batches import SampleOrder
-from mixer.data.prepared import TokenFile
+from mixer.data.samples import SampleOrder, TokenFile
 from mixer.training.config import load_config
 from mixer.training.loop import train
 

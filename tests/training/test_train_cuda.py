@@ -156,10 +156,10 @@ def overflowing() -> None:
     LOSS_FACTOR is infinite.
     """
     from mixer.optimizers import chained
-    from mixer.training import objective
+    from mixer.training import passes
 
-    real, chained.MOST_SKIPPED = objective.token_nats, 10
-    objective.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
+    real, chained.MOST_SKIPPED = passes.token_nats, 10
+    passes.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
 
 
 def test_fp16_overflows_are_skipped_counted_and_end_the_run_where_they_do_not_end(

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from texts import config_of, made_texts, quiet
 
 from mixer.data.prepare import prepare
-from mixer.data.prepared import TokenFile
+from mixer.data.samples import TokenFile
 from mixer.data.tokenizer import load_tokenizer, token_bytes
 from mixer.distributed.world import World
-from mixer.training.objective import token_scores
+from mixer.training.metrics import token_scores
 
 CONTEXT = 16
 

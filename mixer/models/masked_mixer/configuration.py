@@ -40,32 +40,32 @@ class MixerOptions:
     intermediate_size: int | None = option(
         None, "width of the MLP; null for 4 x hidden_size", at_least=1, at_most=2**20
     )
-    num_mixer_heads: int = option(1, "groups of channels with a mixing weight each", **SIZE)
+    num_mixer_heads: int = option(1, "groups of channels, each with its own mixing weight", **SIZE)
     mixer_projections: bool = option(
-        True, "linear layers around several heads; false: none, and heads also between keyed blocks"
+        True, "linear layers around several heads; false: none, and with keys heads in all blocks"
     )
-    mixer_kernel_size: int = option(1, "taps over the channels per pair of tokens", **SIZE)
+    mixer_kernel_size: int = option(1, "taps of the convolution over the channels", **SIZE)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
     mixer_gate: bool = option(
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
     mixer_key_size: int = option(
-        0, "keyed mixing: how well queries fit keys of this size scales the weights", **SIZE_OR_0
+        0, "keyed mixing: queries and keys of this size scale the weights; 0: none", **SIZE_OR_0
     )
     mixer_keyed_every: int = option(
-        1, "with keys: 4 for keyed mixing in every fourth block, gated or flat between", at_least=1
+        1, "with keys: 4 for keyed mixing in every fourth block, others gated or flat", at_least=1
     )
-    mixer_attention: bool = option(False, "with keys: attention, without a mixing weight")
+    mixer_attention: bool = option(False, "with keys: softmax attention in place of keyed mixing")
     mixer_key_norm: bool = option(False, "with keys: RMS norms of queries and keys in each head")
     mixer_rotary: bool = option(False, "with keys: queries and keys are rotated by their position")
-    mixer_key_shift: bool = option(False, "with keys: they have a learned share of the one before")
+    mixer_key_shift: bool = option(False, "with keys: add a learned share of the key before")
     value_embeddings: int = option(
-        0, "with keys: values of every so many blocks have an embedding of the tokens", **SIZE_OR_0
+        0, "with keys: every so many blocks add a token embedding to the values", **SIZE_OR_0
     )
     mixing_weight: str = option(
         "full",
-        "a number for each pair of positions (full), for each distance (lags), or for each "
-        "position: a recurrence by rows, by columns, or mixed, with half of the heads each",
+        "numbers for pairs of positions (full), for distances (lags), or for positions: a "
+        "recurrence by rows, by columns, or mixed (half of the heads each)",
         choices=("full", "lags", *RECURRENT),
     )
     mixing_decay: bool = option(False, "with a recurrence: each head learns how fast it forgets")
@@ -76,7 +76,7 @@ class MixerOptions:
         "some places back; in keyed mixing, a mean of earlier tokens)",
         choices=("reference", "zero", "shift"),
     )
-    zero_init: bool = option(False, "blocks start as the identity, and with a smaller embedding")
+    zero_init: bool = option(False, "blocks start as the identity, the embedding small")
     kaiming_init: bool = option(
         False, "initial variance 2 / inputs, biases 0, as in the author's other mixers"
     )
@@ -90,7 +90,7 @@ class MixerOptions:
     mixing_backend: str = option(
         "auto",
         "what mixes tokens: cuda (our kernels), dense (plain PyTorch), or auto: cuda where it can "
-        "run, but in training on a GPU that nobody has timed the faster one, measured first",
+        "run; on GPUs other than H100 and H200, training first times both and takes the faster",
         choices=BACKENDS,
     )
 

@@ -1,107 +1,25 @@
-"""Prepared data: what a directory of it holds, and its splits as samples or pairs of texts.
-
-train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
-train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
-validation.bin, validation.docs.bin
-tokenizer/        what AutoTokenizer.from_pretrained reads
-manifest.json     settings, counts and hashes
+"""Prepared data as samples, the order in which they are used, and the batches of a process, which a
+thread reads ahead of the training loop.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mixer.common.errors import Say, UserError, say_on_stderr
-from mixer.common.files import has_sha256
-from mixer.common.parsing import read_json
+from mixer.common.errors import UserError
+from mixer.data.config import Manifest
 
-SPLITS = ("train", "validation")
+STEPS_AHEAD = 2
+ROUNDS = 6
 
-
-@dataclass(frozen=True)
-class SplitManifest:
-    """Counts of one split: `bytes` (UTF-8) and `words` of the text, `tokens` with EOS."""
-
-    documents: int
-    bytes: int
-    words: int
-    tokens: int
-    tokens_sha256: str
-    documents_sha256: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a prepared directory holds. `fingerprint` is a hash over all else here."""
-
-    dtype: str
-    vocab_size: int
-    eos_token_id: int
-    tokenizer_sha256: str
-    settings: dict
-    splits: dict[str, SplitManifest]
-    fingerprint: str
-    tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 of each by its name
-    tokenizer_loses: str = ""  # of a sample of the text, in words; see tokenizer.loss_of_text
-
-    @classmethod
-    def of(cls, values: dict) -> "Manifest":
-        """From the values of a manifest.json, with the fingerprint that they should have."""
-        splits = {name: _known(SplitManifest, counts) for name, counts in values["splits"].items()}
-        return _known(cls, values | {"splits": splits, "fingerprint": fingerprint(values)})
-
-    @classmethod
-    def load(cls, directory: str | Path) -> "Manifest":
-        """Reads `directory`/manifest.json. Raises UserError if it is missing or damaged."""
-        file = Path(directory) / "manifest.json"
-        again = f"copy it again, or delete {directory} and prepare again"
-        values = read_json(file, again, required={"fingerprint": str})
-        if values["fingerprint"] != fingerprint(values):
-            raise UserError(f"{file} is not what preparing wrote (another fingerprint): {again}")
-        return cls.of(values)
-
-    def verify(
-        self, directory: str | Path, splits: Iterable[str] = (), say: Say = say_on_stderr
-    ) -> None:
-        """Raises UserError unless the files of the tokenizer and of the splits have their recorded
-        SHA-256, which is compared once on each machine. `say` is told how far it is.
-        """
-        directory = Path(directory)
-        tokenizer = self.tokenizer_files or {"tokenizer.json": self.tokenizer_sha256}
-        recorded = {f"tokenizer/{name}": value for name, value in tokenizer.items()}
-        for split in splits:
-            recorded[f"{split}.bin"] = self.splits[split].tokens_sha256
-            recorded[f"{split}.docs.bin"] = self.splits[split].documents_sha256
-        if self.tokenizer_files:  # a file that was added may change what the tokenizer does
-            for file in directory.glob("tokenizer/*.json"):
-                recorded.setdefault(f"tokenizer/{file.name}", "none")
-        for name, value in recorded.items():
-            file = directory / name
-            if not (file.is_file() and has_sha256(file, value, say)):
-                raise UserError(
-                    f"{file} is not what preparing wrote (its SHA-256 differs); put that back, or "
-                    f"delete {directory} and prepare again"
-                )
-
-
-def _known(kind: type, values: dict) -> Any:
-    """An instance of a dataclass; earlier versions wrote more values than it has."""
-    return kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values})
-
-
-def fingerprint(values: dict) -> str:
-    """The hash over the values of a manifest.json."""
-    known = {name: values[name] for name in values if name not in ("format", "fingerprint")}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, tokens)
 
 
 class TokenFile:
@@ -117,10 +35,10 @@ class TokenFile:
     Raises UserError if the data is missing, not what its hashes say, or has no sample.
     """
 
-    def __init__(self, directory: str | Path, split: str, context: int, say: Say = say_on_stderr):
+    def __init__(self, directory: str | Path, split: str, context: int):
         self.path, self.context = Path(directory) / split, context
         self.manifest = Manifest.load(directory)
-        self.manifest.verify(directory, [split], say)
+        self.manifest.verify(directory, [split])
         self.counts, self.dtype = self.manifest.splits[split], np.dtype(self.manifest.dtype)
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
@@ -130,8 +48,7 @@ class TokenFile:
             raise UserError(
                 f"the {split} split of {directory} has {self.counts.tokens} tokens, and a context "
                 f"of {context} needs at least {context + 1} (a pair of passages: a document of "
-                f"{2 * context}); choose a shorter context, or more text (for validation, a larger "
-                "data.validation_fraction) and another data.directory"
+                f"{2 * context}); choose a shorter context, or another data.directory for more text"
             )
 
     @cached_property
@@ -154,7 +71,7 @@ class TokenFile:
     def __len__(self) -> int:
         return int(self.samples_before[-1])
 
-    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Sequence[int]) -> Batch:
         """Inputs and targets of the samples `indices`, each int64 (batch, context); padding has
         target -100.
         """
@@ -207,7 +124,7 @@ class PairFile(TokenFile):
         pairs = np.ones_like(sizes) if self.are_rows else sizes // (2 * self.context)
         return np.concatenate([[0], np.cumsum(pairs)])
 
-    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Sequence[int]) -> Batch:
         """The queries and the targets of the pairs `indices`, each int64 (batch, context), with
         -100 behind the end of a text.
         """
@@ -227,3 +144,117 @@ class PairFile(TokenFile):
         start += 2 * self.context * number
         tokens = self.read(start, start + 2 * self.context)
         return tokens[: self.context], tokens[self.context :]
+
+
+class SampleOrder:
+    """A new permutation of the samples each epoch, a pure function of (seed, epoch, place in the
+    epoch). It is computed one place at a time, so that no process holds an index of all samples.
+    Where a run stands is one integer, the samples consumed so far, also with another number of
+    devices or another batch size.
+
+    A place is permuted by a Feistel network: its two halves of bits are mixed in turn, each by a
+    keyed hash of the other, which is a bijection whatever the hash. Numbers beyond the samples are
+    permuted again until they fall among them ("cycle walking"). All of it is arithmetic on 64-bit
+    integers: the order is the same with every version of numpy.
+    """
+
+    def __init__(self, samples: int, seed: int):
+        self.samples, self.seed = samples, seed
+        self.half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
+
+    def indices(self, position: int, count: int) -> np.ndarray:
+        """The samples at consumed-sample positions [position, position + count), int64 (count,);
+        may cross epochs.
+        """
+        parts, end = [np.empty(0, np.int64)], position + count
+        while position < end:
+            epoch, start = divmod(position, self.samples)
+            stop = min(start + end - position, self.samples)
+            parts.append(self._permuted(np.arange(start, stop, dtype=np.uint64), epoch))
+            position += stop - start
+        return np.concatenate(parts)
+
+    def _permuted(self, places: np.ndarray, epoch: int) -> np.ndarray:
+        keys = [np.uint64(hash_number(f"{self.seed}/{epoch}/{number}")) for number in range(ROUNDS)]
+        places = self._feistel(places, keys)
+        while (outside := places >= self.samples).any():
+            places[outside] = self._feistel(places[outside], keys)
+        return places.astype(np.int64)
+
+    def _feistel(self, places: np.ndarray, keys: list[np.uint64]) -> np.ndarray:
+        bits, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
+        left, right = places >> bits, places & mask
+        for key in keys:
+            left, right = right, left ^ (mixed(right ^ key) & mask)
+        return (left << bits) | right
+
+
+def mixed(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64, which spreads each bit over all; products wrap around."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def hash_number(text: str) -> int:
+    """64 bits of a text: FNV-1a, mixed."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
+    return int(mixed(np.array([value], np.uint64))[0])
+
+
+class Batches:
+    """The micro-batches of steps that begin at `position`, one step after the other; `close` ends
+    the thread that reads them.
+
+    A step's samples are dealt out to micro-batches, and then to processes, so that their order is
+    the same for any number of both.
+
+    Args:
+        data: a TokenFile or PairFile, or TaskSamples in its place.
+        sizes: micro-batches of a step, and samples of a process in each.
+        place: this process's rank, and the number of processes.
+        pin: whether batches are in pinned memory, for a GPU.
+    """
+
+    def __init__(
+        self,
+        data: TokenFile,
+        order: SampleOrder,
+        sizes: tuple[int, int],
+        place: tuple[int, int],
+        position: int,
+        pin: bool,
+    ):
+        (micro_batches, self.batch_size), (rank, processes) = sizes, place
+        self.data, self.order, self.position, self.pin = data, order, position, pin
+        self.first, self.stride = rank * self.batch_size, processes * self.batch_size
+        self.step_samples = micro_batches * self.stride  # of all processes
+        self.ahead = deque[Future]()
+        # A thread begins with GPU 0, and would take memory there for each process of the host.
+        begin = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin else (None, ())
+        self.thread = ThreadPoolExecutor(1, "batches", *begin)
+
+    def next(self) -> list[Batch]:
+        """The next step's micro-batches of this process, on the CPU. Raises what reading them has
+        raised.
+        """
+        while len(self.ahead) <= STEPS_AHEAD:
+            self.ahead.append(self.thread.submit(self.at, self.position))
+            self.position += self.step_samples
+        return self.ahead.popleft().result()
+
+    def at(self, position: int) -> list[Batch]:
+        """The micro-batches of the step that begins at `position`."""
+        starts = range(position + self.first, position + self.step_samples, self.stride)
+        made = [self.data.batch(self.order.indices(start, self.batch_size)) for start in starts]
+        return [tuple(part.pin_memory() for part in batch) for batch in made] if self.pin else made
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """From pinned memory, the copy to a GPU does not wait for the work that is queued there."""
+    return tuple(tensor.to(device, non_blocking=True) for tensor in batch)

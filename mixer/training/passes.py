@@ -1,9 +1,10 @@
-"""How a model computes a step: what is compiled, what is replayed as a CUDA graph, and what the
-backward pass computes again.
+"""What a step computes: the model with its loss as one module, what of it is compiled, and its
+forward and backward passes, which a GPU may replay as a CUDA graph.
 """
 
 import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -19,11 +22,110 @@ import mixer.ops
 from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
-from mixer.training.config import TrainConfig
-from mixer.training.objective import Objective
+from mixer.models.retrieval import info_nce, text_vectors
+from mixer.training.config import RunConfig, TrainConfig
 
 HOPPER = (9, 0)  # compute capability
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
+
+Group = dist.ProcessGroup | None  # None for one process
+
+
+def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each target in nats, fp32; 0 where the target is -100.
+
+    logits: (batch, tokens, vocab); targets: (batch, tokens) int64. Returns (batch, tokens).
+    """
+    if torch.compiler.is_compiling() and logits.is_cuda:
+        return short_token_nats(logits, targets)
+    flat = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
+    )
+    return flat.view_as(targets)
+
+
+def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """`token_nats` in fewer operations, only for compiled code, where they become few kernels.
+
+    A power of two is one instruction of a GPU, an exponential nine. And the largest logit of a row
+    is found before the sum begins: the compiler's softmax goes on with both at once, by two
+    exponentials for each logit.
+    """
+    wide = logits.float()
+    largest = wide.detach().amax(-1, keepdim=True)
+    sums = torch.exp2((wide - largest) * (1 / math.log(2))).sum(-1)
+    classes = torch.arange(wide.shape[-1], device=wide.device)
+    chosen = torch.where(classes == targets[..., None], wide, 0).sum(-1)
+    # in brackets: the difference of two large logits is exact, or nearly so
+    return torch.where(targets == -100, 0, sums.log() + (largest[..., 0] - chosen))
+
+
+class Objective(nn.Module):
+    """Inputs and targets, each (batch, tokens) int64, -> the nats of each target, (batch, tokens)
+    fp32; 0 where the target is -100. In eval mode also whether the target is the likeliest token,
+    (batch, tokens) bool; False where the target is -100.
+
+    The logits stay inside the module. When it is compiled, they are kept in the autocast type, and
+    converted to fp32 where the loss sums over them.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        # accelerate reads this: the class of the blocks, which FSDP shards one by one.
+        self._no_split_modules = model._no_split_modules
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        return self.score(self.model(inputs, use_cache=False).logits, targets)
+
+    def score(self, logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        nats = token_nats(logits, targets)
+        return nats if self.training else (nats, logits.argmax(-1) == targets)
+
+    # accelerate calls these two: FSDP shards the embeddings apart from the blocks.
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+
+class Contrastive(Objective):
+    """Queries and targets, (batch, tokens) int64 each with -100 behind the end of a text, -> the
+    InfoNCE of each query among the targets of all processes, (batch,) fp32 nats, times the tokens
+    of a pair, because the loop divides by tokens. In eval mode -> their vectors (2, batch, hidden).
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, processes: Group = None):
+        super().__init__(model)
+        self.temperature, self.processes = temperature, processes
+        if not model.config.tie_word_embeddings:  # without a gradient, for which DDP would wait
+            model.get_output_embeddings().requires_grad_(False)
+
+    def forward(self, queries: Tensor, targets: Tensor) -> Tensor:
+        tokens, first = 2 * queries.shape[1], 0
+        queries, targets = text_vectors(self.model, torch.cat([queries, targets])).chunk(2)
+        if not self.training:
+            return torch.stack([queries, targets])
+        if self.processes is not None:  # targets get gradients from the losses of all processes
+            first = len(queries) * dist.get_rank(self.processes)
+            targets = torch.cat(all_gather(targets, self.processes))
+        return tokens * info_nce(queries, targets, first, self.temperature)
+
+
+def build_objective(model: PreTrainedModel, run: RunConfig, processes: Group = None) -> Objective:
+    """What a run trains; `processes` train it together."""
+    set_recompute(model, run.train.recompute)
+    if run.is_contrastive:
+        return Contrastive(model, run.train.temperature, processes)
+    return Objective(model)
+
+
+def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
+    """Of a training step per token; without an output layer where nothing reads its logits."""
+    unread = model.get_output_embeddings().weight.numel() * run.is_contrastive
+    return model.flops_per_token()["useful"] - 6.0 * unread
 
 
 def obstacle_to_graph(train: TrainConfig, world: World) -> str:
@@ -53,8 +155,8 @@ def compile_objective(
 
     Call this before DDP or FSDP wrap the objective. One block is compiled for all of them, and DDP
     gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
-    replace methods, so that parameters keep their names. Another shape of the inputs would compile
-    once more. Where compiling fails on a process, all go on without it.
+    replace methods, so that parameters keep their names. Where compiling fails on a process, all go
+    on without it.
     """
     if train.compile == "no" or (train.compile == "auto" and world.device.type != "cuda"):
         return False
