@@ -46,7 +46,7 @@ class DataConfig:
     subset: str = option(
         "", "hub: the dataset's configuration; builtin: packages adds the installed packages"
     )
-    split: str = option("train", "hub: the split that is read, for validation too")
+    split: str = option("train", "hub: the split to read; validation is cut from it too")
     text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
     pair_field: str = option("", "jsonl, parquet, hub: the field that holds this text's partner")
     tokenizer: str = option("train", "train (a byte-level BPE), a directory, or a name on the hub")
@@ -56,15 +56,15 @@ class DataConfig:
     pairs: int = option(0, "recall: key-value pairs of a sample; 0: all that fit", at_least=0)
     directory: str = option("data/builtin", "where the prepared token files go")
     packed: bool = option(
-        True, "documents joined by EOS, cut at the context; false: a document's rows are padded"
+        True, "documents joined by EOS, cut at the context; false: each starts a new row, padded"
     )
     cut: bool = option(False, "packed=false: only the beginning of a document, without EOS")
     validation_fraction: float = option(0.01, "share of documents held out", above=0, below=1)
-    validation_documents: int = option(0, "hold out the first so many; 0: a share", at_least=0)
+    validation_documents: int = option(0, "hold out this many, the first; 0: a share", at_least=0)
     validation_path: str = option("", "text, jsonl, parquet: files for validation alone")
     validation_split: str = option("", "hub: validate on this split, and train on all of split")
     max_documents: int = option(0, "read only so many documents of path; 0: all", at_least=0)
-    workers: int = option(0, "processes that tokenise; 0: one a core", at_least=0, at_most=1024)
+    workers: int = option(0, "processes that tokenise; 0: one per core", at_least=0, at_most=1024)
 
 
 def unused_options(config: DataConfig) -> set[str]:

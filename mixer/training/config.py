@@ -43,7 +43,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
     )
-    mixed_precision: str = option("no", "no: all in fp32", choices=("no", "fp16", "bf16"))
+    mixed_precision: str = option("no", "precision; no: fp32", choices=("no", "fp16", "bf16"))
     max_grad_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", at_least=0)
     non_finite: str = option(
         "stop",
@@ -91,7 +91,7 @@ class LoggingConfig:
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
     tracker: str = option(
         "none",
-        "where the metrics are copied; wandb without a network: WANDB_MODE=offline",
+        "copy the metrics there; wandb without a network: WANDB_MODE=offline",
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")

@@ -49,13 +49,13 @@ class OptimConfig:
     )
     shared_lags_lr: float | None = option(
         None,
-        "the learning rate of lags, shared or the weight itself, as a multiple of lr; "
+        "rate of lags (shared, or the weight itself) as a multiple of lr; "
         f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} where the context is above {LONG} tokens",
         above=0,
     )
-    mixing_lr: float = option(1.0, "that of full mixing weights, as a multiple of lr", above=0)
-    matrices_lr: float = option(1.0, "that of the matrices of linear layers", above=0)
-    vectors_lr: float = option(1.0, "that of biases and norms", above=0)
+    mixing_lr: float = option(1.0, "rate of full mixing weights as a multiple of lr", above=0)
+    matrices_lr: float = option(1.0, "rate of linear layers as a multiple of lr", above=0)
+    vectors_lr: float = option(1.0, "rate of biases and norms as a multiple of lr", above=0)
 
 
 @dataclass
