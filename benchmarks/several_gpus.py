@@ -54,7 +54,6 @@ TEXT += ["data.validation_fraction=0.02", "model.max_position_embeddings=512"]
 TEXT += ["train.eval_every=0", "train.eval_samples=8"]
 FLAT = ["--config", "configs/comparison.yaml", *TEXT]
 KEYED = ["--config", "configs/keyed.yaml", *TEXT]
-KEYED += ["model.mixing_weight=lags", "optim.shared_lags=false"]
 LARGE = [*FLAT, "model.hidden_size=2048"]
 SPEEDS = [("flat", FLAT, 32), ("flat", FLAT, 128), ("keyed by lag", KEYED, 128)]
 WINDOWS, WINDOW_SAMPLES = 5, 640  # logged windows after the first, samples of a GPU in each
