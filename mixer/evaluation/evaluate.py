@@ -127,7 +127,9 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
     dtype, device = scoring.AUTOCAST_TYPES[options.dtype], place[0]
     with memory_for(device, f"evaluating {options.checkpoint}", sizes, lower):
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        how = {"dtype": dtype, "enabled": dtype is not None}
+        # Each weight is used once in a forward pass: copies of all would only take memory.
+        with torch.autocast(device.type, cache_enabled=False, **how):
             return _evaluate(options, place)
 
 
