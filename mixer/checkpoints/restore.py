@@ -78,14 +78,17 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
     """Gives a new model the weights of a checkpoint or an exported model (train.init_from). Raises
     UserError if that is another model, has another tokenizer, or cannot be read.
     """
-    directory = pretrained.settled(directory)
-    pretrained.check_checkpoint(directory)
-    loaded = load_model(directory, model.config)
-    if specification(read_tokenizer(str(directory))) != specification(tokenizer):
-        raise UserError(
-            f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer = "
-            f"{directory}, and data.directory to a new folder"
-        )
+    try:
+        directory = pretrained.settled(directory)
+        pretrained.check_checkpoint(directory)
+        loaded = load_model(directory, model.config)
+        if specification(read_tokenizer(str(directory))) != specification(tokenizer):
+            raise UserError(
+                f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer = "
+                f"{directory}, and data.directory to a new folder"
+            )
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from None
     model.load_state_dict(loaded.state_dict())
 
 

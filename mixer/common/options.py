@@ -53,7 +53,7 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
         allowed = allowed_values(field)
         if isinstance(value, str) and not is_plain_text(value):
             value, allowed = value[:50], "text without null characters and lone surrogates"
-        elif field.metadata and not _has_type(value, field.type):
+        elif field.metadata and not has_type(value, field.type):
             kind = "text in quotes" if field.type is str else type_name(field.type)
             allowed = allowed if choices else ", ".join(filter(None, (kind, allowed)))
         elif _is_allowed(value, choices, field.metadata.get("bounds")):
@@ -88,7 +88,7 @@ def _kinds(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if isinstance(kind, UnionType) else (kind,)  # int | None
 
 
-def _has_type(value: Any, kind: Any) -> bool:
+def has_type(value: Any, kind: Any) -> bool:
     """Whether a value has an option's type. An integer is a number too, and of a sequence any kind
     will do.
     """

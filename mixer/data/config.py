@@ -9,7 +9,7 @@ from typing import Any
 
 from mixer.common.errors import UserError
 from mixer.common.files import STAGE, has_sha256, read_json
-from mixer.common.options import option, option_problems
+from mixer.common.options import has_type, option, option_problems
 
 SPLITS = ("train", "validation")
 FILE_SOURCES = ("text", "jsonl", "parquet")
@@ -86,9 +86,12 @@ def unused_options(config: DataConfig) -> set[str]:
 
 
 def without_unused(config: DataConfig) -> DataConfig:
-    """The same with the defaults of `unused_options`: nothing may look as if it had been read."""
-    defaults = {name: getattr(DataConfig, name) for name in unused_options(config)}
-    return replace(config, **defaults)
+    """The same with the defaults of `unused_options`: nothing may look as if it had been read.
+    Values of a wrong type stay, to be refused.
+    """
+    unused = [item for item in fields(config) if item.name in unused_options(config)]
+    known = [item for item in unused if has_type(getattr(config, item.name), item.type)]
+    return replace(config, **{item.name: item.default for item in known})
 
 
 def check(config: DataConfig) -> None:

@@ -121,14 +121,16 @@ class Guard:
         allowed = 1 if self.stop_at_first else MOST_SKIPPED
         if in_a_row >= allowed:
             advice = "lower optim.lr or raise optim.warmup_steps"
+            found = f"the gradient of step {step - in_a_row + 1} is not finite"
             if self.stop_at_first:
                 advice += " (or set train.non_finite=skip, to skip such steps)"
+            else:
+                found += f", and {in_a_row} steps in a row were skipped, up to step {step}; "
+                found += f"allowed: fewer than {MOST_SKIPPED}"
             if self.scaled:
                 advice = "set train.mixed_precision=bf16 or no"
             raise NotFinite(
-                f"the gradient of step {step - in_a_row + 1} is not finite, and {in_a_row} steps "
-                f"in a row were skipped, up to step {step}; allowed: at most {allowed - 1}. "
-                f"They did not change the weights: {advice} and run the same command again, which "
-                "goes on from the last checkpoint"
+                f"{found}. The weights did not change: {advice} and run the same command again, "
+                "which goes on from the last checkpoint"
             )
         return skipped

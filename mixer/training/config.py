@@ -1,4 +1,4 @@
-"""A run's configuration: its sections, YAML files, overrides, and all problems in one report."""
+"""A run's configuration: its sections, YAML files, overrides, and its problems in one report."""
 
 import difflib
 import json
@@ -135,8 +135,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     """The configuration from a YAML file (None: the defaults) and `section.key=value` overrides,
     which win.
 
-    Raises UserError that lists every problem: unknown keys with the nearest valid one, wrong types,
-    values not allowed.
+    Raises UserError that lists every problem: unknown keys with the nearest valid one, and values
+    not allowed; or, where there are none, what options do not allow together.
     """
     run, problems = RunConfig(), []
     entries = [(key, value, path) for key, value in flatten(read_yaml(path) if path else {})]

@@ -73,5 +73,5 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(
     if change:
         change(source)
     said = refusal(write_config(), f"train.init_from={source}", "name=tuned", *overrides)
-    assert re.match(f"checkpoint {source} .*{problem}", said)
+    assert re.match(f"train.init_from: checkpoint .*{problem}", said)
     assert not (tmp_path / "runs/tuned").exists()
