@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     print(f"\nThe cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
-        print("Models run all the same, in plain PyTorch. Without an NVIDIA GPU nothing is missing.")
+        print("Models run all the same, in plain PyTorch. Without an NVIDIA GPU all is well.")
     sys.exit(1 if problems else 0)
 
 
