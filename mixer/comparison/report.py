@@ -33,9 +33,9 @@ COLUMNS = {
 OF_SWEEP = ("model", "lr", "validation loss", "training, s", "steps")
 
 NOTES = (
-    "Losses are in nats per token. Training time is the steps by the median time of a step, "
-    "without start-up, compilation, evaluation and saving. A run's schedule ends at its last step, "
-    "so only ends are compared."
+    "Losses are in nats per token. Training time is the number of steps times the median time of a "
+    "step, without start-up, compilation, evaluation and saving. A run's learning rate falls up to "
+    "its last step: compare only the ends of runs."
 )
 NOTES_OF_KINDS = (
     "No run reads its text more than four times. If the best rate is the highest or the lowest "

@@ -63,7 +63,7 @@ class DataConfig:
     validation_documents: int = option(0, "hold out this many, the first; 0: a share", at_least=0)
     validation_path: str = option("", "text, jsonl, parquet: files for validation alone")
     validation_split: str = option("", "hub: validate on this split, and train on all of split")
-    max_documents: int = option(0, "read only so many documents of path; 0: all", at_least=0)
+    max_documents: int = option(0, "read at most this many documents of path; 0: all", at_least=0)
     workers: int = option(0, "processes that tokenise; 0: one per core", at_least=0, at_most=1024)
 
 

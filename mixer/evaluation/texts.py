@@ -37,7 +37,7 @@ class EvalOptions:
     # At most one of these four.
     text: Sequence[str] = option((), "files, folders or globs; .jsonl and .parquet have rows")
     data: str = option("", "prepared data directory; default: the one of the run")
-    pairs: str = option("", "prepared data directory: how often texts find their partners there")
+    pairs: str = option("", "prepared data of pairs: how often a text finds its partner")
     hub: str = option("", "dataset of the hub, each row a document")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")

@@ -80,7 +80,9 @@ class CheckpointConfig:
     save_every: int = option(1000, "steps between checkpoints; 0: one at the end", at_least=0)
     save_last: bool = option(True, "a checkpoint at the end; false for a run that is only timed")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
-    keep_every: int = option(0, "also keep those whose step this divides; 0: none", at_least=0)
+    keep_every: int = option(
+        0, "also keep each whose step is a multiple of this; 0: none", at_least=0
+    )
     resume: str = option(
         "auto", "auto (the run's newest complete checkpoint), or a checkpoint to begin from"
     )

@@ -60,7 +60,7 @@ class MixerOptions:
     mixer_rotary: bool = option(False, "with keys: queries and keys are rotated by their position")
     mixer_key_shift: bool = option(False, "with keys: add a learned share of the key before")
     value_embeddings: int = option(
-        0, "with keys: every so many blocks add a token embedding to the values", **SIZE_OR_0
+        0, "with keys: each n-th block adds a token embedding to the values", **SIZE_OR_0
     )
     mixing_weight: str = option(
         "full",
