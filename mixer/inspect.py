@@ -92,7 +92,7 @@ def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
     """
     columns = min(len(matrices), 4)
     rows, side = math.ceil(len(matrices) / columns), 6.4 if len(matrices) == 1 else 4.2
-    figure = new_figure(figsize=(side * columns, side * rows * 0.88))
+    figure = new_figure(figsize=(side * columns, side * rows * 0.88), layout="compressed")
     stack = np.array(list(matrices.values()))  # (matrices, context, context)
     lower = np.tri(stack.shape[-1], dtype=bool)
     limit = float(np.quantile(np.abs(stack[:, lower]), 0.95)) or 1.0
