@@ -290,18 +290,22 @@ def model():
     )
 
     axes.text(5.25, 5.5, "Token mixing, four ways", fontsize=12.5, fontweight="bold", va="center")
-    variant(axes, 4.18, "flat", "the paper's mixer", draw_flat)
-    variant(axes, 3.04, "num_mixer_heads = H", "a weight for each group of channels", draw_heads)
-    variant(axes, 1.90, "mixer_gate", "what is mixed, and taken, by channel", draw_gated)
-    variant(axes, 0.76, "mixer_key_size", "weights times how well tokens fit", draw_keyed)
+    variant(axes, 4.18, "flat", "", "the paper's mixer: one weight $W$", draw_flat)
+    variant(axes, 3.04, "heads", "num_mixer_heads", "a $W$ per group of channels", draw_heads)
+    gates = "$k$ gates what goes in, $q$ what comes out"
+    variant(axes, 1.90, "gated", "mixer_gate", gates, draw_gated)
+    keyed = r"$W$ times the softmax of $q\cdot k$"
+    variant(axes, 0.76, "keyed", "mixer_key_size", keyed, draw_keyed)
     mixing = r"x \leftarrow x + \mathrm{mix}(\mathrm{LN}(x))"
     mlp = r"x \leftarrow x + \mathrm{MLP}(\mathrm{LN}(x))"
     axes.text(5.25, 0.42, rf"${mixing}\,;\quad {mlp}$", fontsize=15, va="center")
     save(figure, "model.png")
 
 
-def variant(axes, y, name, caption, draw):
-    axes.text(5.25, y + 0.95, name, fontsize=11, va="center", family="monospace", fontweight="bold")
+def variant(axes, y, name, option, caption, draw):
+    axes.text(5.25, y + 0.95, name, fontsize=11, va="center", fontweight="bold")
+    look = {"family": "monospace", "color": "#666666"}
+    axes.text(5.85, y + 0.95, option, fontsize=9, va="center", **look)
     axes.text(9.75, y + 0.95, caption, fontsize=10, va="center", ha="right", color="#666666")
     draw(axes, y)
 
@@ -316,9 +320,9 @@ def triangle(axes, x, y, side, face=PALE_BLUE, edge=BLUE):
 
 
 def draw_flat(axes, y):
-    arrow(axes, (5.3, y + 0.4), (7.1, y + 0.4))
+    arrow(axes, (5.3, y + 0.4), (7.2, y + 0.4))
     triangle(axes, 7.2, y + 0.1, 0.6)
-    arrow(axes, (7.9, y + 0.4), (9.7, y + 0.4))
+    arrow(axes, (7.8, y + 0.4), (9.75, y + 0.4))
 
 
 def draw_heads(axes, y):
@@ -329,9 +333,8 @@ def draw_heads(axes, y):
         level = y + 0.71 - index * 0.31
         lines(axes, [(6.55, y + 0.4), (6.8, level), (7.35, level)], colour=edge)
         triangle(axes, 7.37, level - 0.12, 0.24, face, edge)
-        lines(axes, [(7.63, level), (8.2, level), (8.45, y + 0.4)], colour=edge)
-    box(axes, 8.45, y + 0.2, 0.8, 0.4, "Linear", "white", fontsize=10)
-    arrow(axes, (9.25, y + 0.4), (9.7, y + 0.4))
+        lines(axes, [(7.63, level), (8.35, level), (8.6, y + 0.4)], colour=edge)
+    draw_out(axes, y)
 
 
 def draw_projections(axes, y, names):
@@ -350,36 +353,40 @@ def draw_gated(axes, y):
     middle = (key + value) / 2
     lines(axes, [(7.03, key), (7.18, key), (7.3, middle)], colour=ORANGE)
     lines(axes, [(7.03, value), (7.18, value), (7.3, middle)], colour=BLUE)
-    times(axes, 7.38, middle)
+    product(axes, 7.38, middle)
     triangle(axes, 7.6, middle - 0.15, 0.3)
     lines(axes, [(7.47, middle), (7.58, middle)])
     lines(axes, [(7.92, middle), (8.05, middle), (8.17, y + 0.35)])
     lines(axes, [(7.03, query), (8.0, query), (8.17, y + 0.45)], colour=GREEN)
-    times(axes, 8.23, y + 0.4)
-    draw_out(axes, y, 8.31)
+    product(axes, 8.23, y + 0.4)
+    arrow(axes, (8.31, y + 0.4), (8.6, y + 0.4))
+    draw_out(axes, y)
 
 
 def draw_keyed(axes, y):
     query, key, value = draw_projections(axes, y, "qkv")
-    lines(axes, [(7.03, query), (7.2, query), (7.3, (query + key) / 2)], colour=GREEN)
-    lines(axes, [(7.03, key), (7.2, key), (7.3, (query + key) / 2)], colour=ORANGE)
-    triangle(axes, 7.3, y + 0.4, 0.3, PALE_ORANGE, ORANGE)
-    times(axes, 7.7, y + 0.55)
-    triangle(axes, 7.8, y + 0.4, 0.3)
-    lines(axes, [(8.1, y + 0.55), (8.17, y + 0.45)])
-    lines(axes, [(7.03, value), (8.0, value), (8.17, y + 0.35)], colour=BLUE)
-    times(axes, 8.23, y + 0.4)
-    draw_out(axes, y, 8.31)
+    lines(axes, [(7.03, query), (7.13, query), (7.25, key)], colour=GREEN)
+    lines(axes, [(7.03, key), (7.27, key)], colour=ORANGE)
+    triangle(axes, 7.28, key - 0.15, 0.3, PALE_ORANGE, ORANGE)
+    axes.text(7.43, y + 0.64, r"$q\cdot k$", fontsize=10, va="center", ha="center")
+    product(axes, 7.68, key)
+    triangle(axes, 7.78, key - 0.15, 0.3)
+    axes.text(7.93, y + 0.64, "$W$", fontsize=10, va="center", ha="center")
+    lines(axes, [(8.1, key), (8.2, key)])
+    lines(axes, [(7.03, value), (8.1, value), (8.22, key - 0.06)], colour=BLUE)
+    product(axes, 8.28, key, r"$\times$")
+    arrow(axes, (8.36, key), (8.6, key))
+    draw_out(axes, y)
 
 
-def draw_out(axes, y, start):
-    arrow(axes, (start, y + 0.4), (8.6, y + 0.4))
+def draw_out(axes, y):
     box(axes, 8.6, y + 0.2, 0.75, 0.4, "Linear", "white", fontsize=10)
     arrow(axes, (9.35, y + 0.4), (9.75, y + 0.4))
 
 
-def times(axes, x, y):
-    axes.text(x, y, r"$\times$", fontsize=13, va="center", ha="center")
+def product(axes, x, y, sign=r"$\odot$"):
+    """Of elements, or with another sign of matrices."""
+    axes.text(x, y, sign, fontsize=13, va="center", ha="center")
 
 
 # ------------------------------------------------------------------------- switch

@@ -17,7 +17,7 @@ from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.reporting.figure import curves, log_means, new_figure, plain_number
+from mixer.reporting.figure import curves, log_axis, log_means, new_figure, plain_number
 from mixer.reporting.text import table, wrapped
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
@@ -39,8 +39,8 @@ def main(arguments=None) -> None:
     layers = mixing_matrices(load_masked_mixer(options.checkpoint))
     with whole_directory(output) as stage:
         names = [f"layer-{number:02d}.png" for number in range(len(layers))]
-        for matrices, name in zip(layers, names, strict=True):
-            plot_layer(matrices, stage / name)
+        for number, matrices in enumerate(layers):
+            plot_layer(number, matrices, stage / names[number])
         plot_by_lag(layers, stage / "by_lag.png")
         pictures = "".join(f"\n![{name}]({name})\n" for name in ["by_lag.png", *names])
         parts = [f"# Mixing matrices of {options.checkpoint}", measures(layers), wrapped(NOTES)]
@@ -86,21 +86,23 @@ def measures(layers: list[Matrices]) -> str:
     return table(rows, keys=2)
 
 
-def plot_layer(matrices: Matrices, output: Path) -> None:
-    """A heat map of each matrix, whose colours end at the 99th percentile of |W|: a strong diagonal
-    would hide the rest.
+def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
+    """A heat map of each matrix. One scale of colours ends at the 95th percentile of |W|: a strong
+    diagonal would hide the rest.
     """
     columns = min(len(matrices), 4)
     rows, side = math.ceil(len(matrices) / columns), 6.4 if len(matrices) == 1 else 4.2
-    figure = new_figure(figsize=(side * columns, side * rows * 0.88))
+    figure = new_figure(figsize=(side * columns, side * rows * 0.88), layout="compressed")
+    stack = np.array(list(matrices.values()))  # (matrices, context, context)
+    lower = np.tri(stack.shape[-1], dtype=bool)
+    limit = float(np.quantile(np.abs(stack[:, lower]), 0.95)) or 1.0
     for number, (name, matrix) in enumerate(matrices.items(), 1):
         axes = figure.add_subplot(rows, columns, number, facecolor="#eeeeee")
-        lower = np.tri(len(matrix), dtype=bool)
-        limit = float(np.quantile(np.abs(matrix[lower]), 0.99)) or 1.0
         image = axes.imshow(np.where(lower, matrix, np.nan), cmap="RdBu_r", vmin=-limit, vmax=limit)
         axes.grid(False)
-        axes.set(title=f"{output.stem}: {name}", xlabel="input token", ylabel="output token")
-        figure.colorbar(image, ax=axes, extend="both", shrink=0.8)
+        title = f"Layer {layer}, {name.removeprefix('W ')}"
+        axes.set(title=title, xlabel="input token", ylabel="output token")
+    figure.colorbar(image, ax=figure.axes, extend="both", aspect=20 * rows)
     figure.savefig(output)
 
 
@@ -115,13 +117,11 @@ def plot_by_lag(layers: list[Matrices], output: Path) -> None:
             lags = np.arange(len(size))
             curve = np.array([np.diagonal(size, -lag).mean() for lag in lags])
             axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
-            style = {"color": colour, "marker": "o", "markersize": 3, "label": f"layer {number}"}
-            axes.plot(*log_means(lags, curve), **style)
+            axes.plot(*log_means(lags, curve), "o-", color=colour, label=f"layer {number}")
         axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
         axes.set_xlim(left=0)
-        axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(plain_number)
+        axes.xaxis.set_major_formatter(plain_number)
+        log_axis(axes.yaxis, 10, (1, 2, 3, 5))
 
 
 if __name__ == "__main__":

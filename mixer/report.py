@@ -53,17 +53,15 @@ def plot_training(run: Path, output: Path, published: str | None = None) -> None
     title = f"{short_name(run.resolve().name)}: loss"
     with curves(output, title, "optimizer step", "loss (nats per token)") as axes:
         axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
-        last = steps[-1]
-        steps, losses = smooth(steps, losses)
-        axes.plot(steps, losses, ".-", color=GREY, label=f"training {losses[-1]:.3f}")
-        steps, losses = series(lines, "validation_loss")
-        if steps:
-            style = {"linewidth": 2.2, "marker": "o", "markersize": 4}
-            axes.plot(steps, losses, label=f"validation {losses[-1]:.3f}", **style)
+        at, losses = smooth(steps, losses)
+        axes.plot(at, losses, "o-", color=GREY, label=f"training: {losses[-1]:.3f} at the end")
+        at, losses = series(lines, "validation_loss")
+        if at:
+            axes.plot(at, losses, "o-", lw=2.2, label=f"validation: {losses[-1]:.3f} at the end")
         for name, points in published_losses(published).items() if published else ():
-            shown = [point for point in points if point[0] <= last] or points[:1]
-            label = f"{name} {shown[-1][1]:.3f}"
-            axes.plot(*zip(*shown, strict=True), "--", marker="o", markersize=3, label=label)
+            shown = [point for point in points if point[0] <= steps[-1]] or points[:1]
+            label = f"{name}: {shown[-1][1]:.3f} at step {shown[-1][0]:,}"
+            axes.plot(*zip(*shown, strict=True), "o--", label=label)
         axes.xaxis.set_major_formatter(plain_number)
 
 
@@ -80,8 +78,9 @@ def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
 
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
-    """Steps and values as means over up to MOST_MEANS stretches of equal numbers of values."""
-    stretches = np.array_split(np.arange(len(steps)), min(MOST_MEANS, len(steps)))
+    """Steps and values as means over up to MOST_MEANS stretches of nearly as many values."""
+    size = 1 + (len(steps) - 1) // MOST_MEANS
+    stretches = np.array_split(np.arange(len(steps)), len(steps) // size)
     return tuple([float(np.mean(np.take(of, s))) for s in stretches] for of in (steps, values))
 
 
@@ -97,8 +96,8 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
             # Of training: with compilation, without evaluation and saving.
             logged, each = series([line for line in lines if "loss" in line], "seconds")
             seconds = np.interp(steps, [0, *logged], np.cumsum([0.0, *each])).tolist()
-            label = f"{losses[-1]:.4f} {short_name(name)}"
-            axes.plot(seconds, losses, marker="o", markersize=3.5, label=label)
+            label = f"{short_name(name)}: {losses[-1]:.4f} at the end"
+            axes.plot(seconds, losses, "o-", label=label)
             row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
             rows.append(row | {"validation loss": losses[-1]})
         axes.set_xlim(left=0)

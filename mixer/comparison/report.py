@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 from mixer.common.files import write_text
-from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis
+from mixer.reporting.figure import COLOURS, GREY, can_draw, curves, log_axis
 from mixer.reporting.text import table as markdown_table
 from mixer.reporting.text import wrapped
 
@@ -30,6 +30,7 @@ COLUMNS = {
     "tokens/s": ("tokens_per_second", 1, ",.0f"),
     "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
 }
+BAR = {"linewidth": 5, "alpha": 0.4, "solid_capstyle": "butt"}
 OF_SWEEP = ("model", "lr", "validation loss", "training, s", "steps")
 
 NOTES = (
@@ -152,15 +153,13 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
 
 
 def draw(result: dict, output: Path) -> bool:
-    """Draws losses by training time. Whether there is a picture: retrieval has none, and neither
-    have more runs than there are colours.
-    """
+    """Whether it drew losses by training time: not of retrieval, nor of more runs than colours."""
     runs, kinds = result["runs"], result["plan"].get("kinds")
     timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
     shown = timed if kinds is None and len(timed) <= len(COLOURS) else kinds and finished(runs)
     if not shown or any("top1_of_32" in row for row in runs.values()):
         return False
-    title = "Training loss; dots: validation" if kinds is None else "Lowest validation loss"
+    title = "Loss by training time" if kinds is None else "Validation loss of separate runs"
     with curves(output, title, "training time (s)", "loss (nats per token)") as axes:
         if kinds is None:
             draw_runs(axes, timed)
@@ -172,10 +171,10 @@ def draw(result: dict, output: Path) -> bool:
 def draw_runs(axes, runs: dict) -> None:
     for number, (name, row) in enumerate(runs.items()):
         steps, losses = zip(*row["loss"], strict=True)
-        times = [step * row["training_seconds"] / row["steps"] for step in steps]
-        end, colour = row["validation_loss"], f"C{number}"
-        axes.plot(times, losses, color=colour, linewidth=1, label=f"{end:.3f} {name}")
-        axes.plot(row["training_seconds"], end, "o", color=colour)
+        time, end, look = row["training_seconds"], row["validation_loss"], f"C{number}-"
+        times = [step * time / row["steps"] for step in steps]
+        axes.plot(times, losses, look, linewidth=1)
+        axes.plot(time, end, look + "o", markersize=6, label=f"{name}, validation {end:.3f}")
 
 
 def draw_kinds(axes, kinds: dict, runs: dict) -> None:
@@ -186,10 +185,11 @@ def draw_kinds(axes, kinds: dict, runs: dict) -> None:
         budgets, colour = sorted({row["budget"] for row in finished(runs, kind)}), f"C{number}"
         best = [best_size(runs, kind, budget) for budget in budgets]
         ends = [(row["training_seconds"], row["validation_loss"]) for row in best]
-        axes.plot(*zip(*ends, strict=True), label=kind, color=colour, marker="o", markersize=4)
+        axes.plot(*zip(*ends, strict=True), "o-", label=kind, color=colour)
         for rows in repeated(runs).values():
             if rows[0]["kind"] == kind:
                 losses, time = [row["validation_loss"] for row in rows], rows[0]["training_seconds"]
-                bar = {"color": colour, "linewidth": 5, "alpha": 0.4}
-                axes.vlines(time, min(losses), max(losses), **bar)
-    log_axis(axes)
+                axes.plot([time, time], [min(losses), max(losses)], color=colour, **BAR)
+    if repeated(runs):
+        axes.plot([], [], color=GREY, label="spread of seeds, if larger than a dot", **BAR)
+    log_axis(axes.xaxis)

@@ -27,7 +27,8 @@ STYLE = {
     "axes.axisbelow": True,
     "grid.color": "#e5e5e5",
     "legend.frameon": False,
-    "savefig.dpi": 130,
+    "lines.markersize": 4,
+    "figure.dpi": 130,
 }
 
 
@@ -47,12 +48,18 @@ def new_figure(**settings):
 
 @contextmanager
 def curves(output: Path, title: str, x: str, y: str) -> Iterator:
-    """Yields axes to draw curves on, and saves them with a legend beside the axes."""
+    """Yields axes to draw curves on, and saves them; a legend that would cover any goes outside."""
     figure = new_figure(figsize=(8.4, 4.8))
     axes = figure.add_subplot()
     yield axes
     axes.set(title=title, xlabel=x, ylabel=y)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    legend = axes.legend(loc="upper right")
+    figure.draw_without_rendering()  # places the legend
+    box = legend.get_window_extent().padded(6)
+    paths = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
+    if any(p.intersects_bbox(box, filled=False) or box.count_contains(p.vertices) for p in paths):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        figure.set_figwidth(figure.get_figwidth() + box.width / figure.dpi)
     figure.savefig(output)
 
 
@@ -64,23 +71,22 @@ def plain_number(value: float, _position: int) -> str:
     return f"{value:,g}"
 
 
-def log_axis(axes) -> None:
-    """Makes the horizontal axis logarithmic, of numbers that are drawn already."""
-    from matplotlib.ticker import LogLocator
+def log_axis(axis, base: int = 2, factors: tuple[float, ...] = (1, 1.25, 1.5, 1.75)) -> None:
+    """Makes a drawn axis logarithmic; a narrow range is marked between powers of the base, too."""
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_xscale("log", base=2)
-    low, high = axes.get_xlim()
-    if high < 8 * low:  # powers of 2 alone would be too few marks
-        axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
-    axes.xaxis.set_major_formatter(plain_number)
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
+    low, high = axis.get_view_interval()
+    if high < base**3 * low:
+        axis.set_major_locator(LogLocator(base, factors))
+    axis.set_major_formatter(plain_number)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def plot_loss_by_position(results: list[dict], output: Path) -> None:
-    """Draws the losses by position, which starts at 1, of results of evaluations, and marks the
-    trained context where windows were longer.
-    """
-    title, x = "Loss by position (legend: at the end)", "tokens that the prediction can see"
-    with curves(output, title, x, "loss (nats per token)") as axes:
+    """Draws evaluations' losses by position, from 1, and marks a context shorter than windows."""
+    x, y = "tokens that the prediction can see", "loss (nats per token)"
+    with curves(output, "Loss by position", x, y) as axes:
         for number, result in enumerate(results):
             values = np.array(result["loss_by_position"], dtype=float)  # None is NaN
             counts = np.array(result["count_by_position"])
@@ -89,11 +95,11 @@ def plot_loss_by_position(results: list[dict], output: Path) -> None:
             positions, colour = np.arange(1, len(values) + 1), f"C{number}"
             axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
             centres, means = log_means(positions, values)
-            label = f"{means[-1]:.3f} {short_name(result['label'])}"
-            axes.plot(centres, means, color=colour, marker="o", markersize=3.5, label=label)
+            label = f"{short_name(result['label'])}: {means[-1]:.3f} at the end"
+            axes.plot(centres, means, "o-", color=colour, label=label)
         for context in {r["context"] for r in results if "loss_to_context" in r}:
             axes.axvline(context, color="0.4", linestyle=":", label="trained context")
-        log_axis(axes)
+        log_axis(axes.xaxis)
 
 
 def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:

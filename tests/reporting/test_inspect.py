@@ -8,6 +8,7 @@ import torch
 from checkpoints import save_checkpoint
 from launching import run_python
 from markdown import tables
+from matplotlib.figure import Figure
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
@@ -16,6 +17,7 @@ from mixer.inspect import (
     effective_context,
     main,
     mixing_matrices,
+    plot_by_lag,
 )
 
 
@@ -61,6 +63,23 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer(tmp_path):
     for page in ("layer-00.png", "layer-01.png", "by_lag.png"):
         assert f"]({page})" in text
         assert_png(index.parent / page)
+
+
+@pytest.mark.parametrize("span", [1.05, 1.5, 9, 80, 1e4])
+def test_sizes_by_lag_are_marked_in_plain_numbers_whatever_their_range(tmp_path, monkeypatch, span):
+    marks, save = [], Figure.savefig
+
+    def savefig(figure, output):
+        save(figure, output)
+        axis = figure.axes[0].yaxis
+        low, high = axis.get_view_interval()
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        marks.extend(tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    lags = np.subtract.outer(np.arange(24), np.arange(24)).clip(0)
+    plot_by_lag([{"W": 0.031 * float(span) ** (-lags / 23)}], tmp_path / "by_lag.png")
+    assert 2 <= len([float(mark) for mark in marks if mark]) <= 12
 
 
 def test_what_has_no_matrices_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Pictures show what the metrics hold, tables keep one form, and damaged metrics are named."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -72,9 +73,9 @@ def test_published_losses_lie_in_a_runs_picture_as_far_as_the_run_goes(tmp_path,
     file.write_text("theirs: {source: a page, losses: {10: 4.5, 30: 4, 50: 3.5}}\n")
     report.main([str(run), "--published", str(file)])
     (axes,) = drawn[0].axes
-    assert curves(axes)["theirs 4.000"] == ([10, 30], [4.5, 4.0])
+    assert curves(axes)["theirs: 4.000 at step 30"] == ([10, 30], [4.5, 4.0])
     report.main([str(run), "--published", str(AUTHOR)])
-    assert "published flat 512 3.864" in curves(drawn[1].axes[0])
+    assert "published flat 512: 3.864 at step 4,000" in curves(drawn[1].axes[0])
     for wrong in ("theirs: [3]", "theirs: {losses: {}}", "theirs: {losses: {10: low}}"):
         file.write_text(wrong)
         with pytest.raises(UserError, match="published.yaml is no file of losses by step"):
@@ -88,6 +89,9 @@ def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
     at, means = smooth(steps, noisy)
     assert len(at) == 50
     np.testing.assert_allclose(means, [10 - step / 100 for step in at])
+    for count in (51, 60, 99, 130):  # no stretch is much noisier than another
+        at, means = smooth(steps[:count], [(-1) ** step for step in steps[:count]])
+        assert 20 < len(at) <= 50 and np.abs(means).max() <= 1 / 3
 
 
 def evaluated(label: str, losses: list) -> dict:
@@ -100,28 +104,36 @@ DRAW = {
     "training": lambda run, file: plot_training(run, file),
     "comparison": lambda run, file: compare_runs([str(run)], file),
     "position": lambda run, file: plot_loss_by_position([evaluated(run.name, losses(0))], file),
+    "rising": lambda run, file: plot_loss_by_position([evaluated(run.name, STEPS)], file),
 }
 
 
-@pytest.mark.parametrize("draw", DRAW.values(), ids=DRAW)
-def test_no_picture_cuts_a_curve_off_or_covers_it(tmp_path, drawn, draw):
-    """Whatever a run is called: its curves have room, and the legend is beside the axes."""
+def pixels(line) -> np.ndarray:
+    """Points (count, 2) close together along a line."""
+    points = line.get_transform().transform(line.get_xydata())
+    return np.concatenate([np.linspace(*pair, 200) for pair in itertools.pairwise(points)])
+
+
+@pytest.mark.parametrize("kind", DRAW)
+def test_no_picture_cuts_a_curve_off_or_covers_it(tmp_path, drawn, kind):
+    """Whatever a run is called: its curves have room. The legend is inside if it has room there."""
     run = write_metrics(tmp_path / ("_$x^{" + 20 * "long"))
     lines = (run / "metrics.jsonl").read_text()
     first = {"step": 0, "loss": 90.0, "seconds": 0.1}
     more = [json.dumps(first | {"step": step, "loss": 3.0}) for step in range(41, 200)]
     (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), lines.strip(), *more]) + "\n")
-    draw(run, tmp_path / "drawn.png")
+    DRAW[kind](run, tmp_path / "drawn.png")
     assert_png(tmp_path / "drawn.png")
     axes = drawn[0].axes[0]
     low, high = axes.get_ylim()
     drawn_losses = [y for _, y in curves(axes).values() if y != [0, 1]]  # but for upright lines
     assert drawn_losses and all(np.nanmin(y) >= low for y in drawn_losses)
     assert all(np.nanmax(y) <= high for y in drawn_losses)
-    (legend,) = drawn[0].legends
-    box = axes.get_window_extent()
-    assert box.width > 200  # pixels
-    assert legend.get_texts() and legend.get_window_extent().x0 > box.x1
+    legend, box = axes.get_legend(), axes.get_window_extent()
+    assert box.width > 800 and legend.get_texts()  # pixels
+    place = legend.get_window_extent()
+    assert not any(place.count_contains(pixels(line)) for line in axes.get_lines())
+    assert (place.x0 > box.x1) == (kind != "training") and place.x1 < drawn[0].bbox.width
 
 
 def test_a_loss_by_position_begins_at_the_first_token_and_leaves_out_what_is_unknown(
