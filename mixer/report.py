@@ -15,6 +15,7 @@ from mixer.reporting.figure import GREY, curves, plain_number, short_name
 from mixer.reporting.text import read_metrics, series, table
 from mixer.training.config import read_yaml
 
+COMPARE = "compare bits/byte, not the losses, which are per token"
 MOST_MEANS = 50  # points of a smoothed curve
 
 
@@ -29,7 +30,7 @@ def main(arguments=None) -> None:
         raise UserError("--published goes with one run: give one, or leave it out")
     first = Path(options.run[0])
     output = Path(options.output or (first if first.is_dir() else first.parent))
-    if output.is_dir():
+    if output.is_dir() or not options.output:
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{output} is no picture; give a name that ends in .png, .svg or .pdf")
@@ -38,7 +39,12 @@ def main(arguments=None) -> None:
         if len(options.run) == 1:
             plot_training(first, stage, options.published)
         else:
-            print(table(compare_runs(options.run, stage)) + "\n")
+            rows = compare_runs(options.run, stage)
+            print(table(rows) + "\n")
+            # What a token is in bytes: one number for all runs of one tokenizer and one text.
+            known = [row for row in rows if row["bits/byte"] != "-"]
+            if len({round(row["validation loss"] / row["bits/byte"], 3) for row in known}) > 1:
+                print(f"The tokenizers or validation texts differ: {COMPARE}.\n")
     print(output)
 
 
@@ -100,7 +106,8 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
             label = f"{losses[-1]:.4f} {short_name(name)}"
             axes.plot(seconds, losses, marker="o", markersize=3.5, label=label)
             row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
-            rows.append(row | {"validation loss": losses[-1]})
+            bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
+            rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
         axes.set_xlim(left=0)
     return rows
 

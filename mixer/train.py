@@ -6,7 +6,7 @@
 In a checkout, train.py is the same command.
 """
 
-from mixer.common.errors import command_parser, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.distributed.world import follow_launcher
 from mixer.training.config import describe_options, load_config
 from mixer.training.loop import train
@@ -17,6 +17,9 @@ def main() -> None:
     parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
     options, overrides = parser.parse_known_args()
     follow_launcher()
+    if not (options.config or overrides):
+        files = "configs/laptop.yaml, or configs/demo.yaml for a longer run"
+        raise UserError(f"give --config FILE, such as {files}; the defaults are of a large model")
     train(load_config(options.config, overrides))
 
 
