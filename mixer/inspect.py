@@ -17,7 +17,7 @@ from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.reporting.figure import curves, log_means, new_figure, plain_number
+from mixer.reporting.figure import PLAIN, curves, log_means, new_figure
 from mixer.reporting.text import table, wrapped
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
@@ -121,7 +121,7 @@ def plot_by_lag(layers: list[Matrices], output: Path) -> None:
         axes.set_xlim(left=0)
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(plain_number)
+            axis.set_major_formatter(PLAIN)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ import numpy as np
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, whole_file
-from mixer.reporting.figure import GREY, curves, plain_number, short_name
+from mixer.reporting.figure import GREY, PLAIN, curves, short_name
 from mixer.reporting.text import read_metrics, series, table
 from mixer.training.config import read_yaml
 
-COMPARE = "compare bits/byte, not the losses, which are per token"
 MOST_MEANS = 50  # points of a smoothed curve
 
 
@@ -44,7 +43,7 @@ def main(arguments=None) -> None:
             # What a token is in bytes: one number for all runs of one tokenizer and one text.
             known = [row for row in rows if row["bits/byte"] != "-"]
             if len({round(row["validation loss"] / row["bits/byte"], 3) for row in known}) > 1:
-                print(f"The tokenizers or validation texts differ: {COMPARE}.\n")
+                print("Tokenizers or validation texts differ: compare bits/byte, not the losses.\n")
     print(output)
 
 
@@ -70,7 +69,7 @@ def plot_training(run: Path, output: Path, published: str | None = None) -> None
             shown = [point for point in points if point[0] <= last] or points[:1]
             label = f"{name} {shown[-1][1]:.3f}"
             axes.plot(*zip(*shown, strict=True), "--", marker="o", markersize=3, label=label)
-        axes.xaxis.set_major_formatter(plain_number)
+        axes.xaxis.set_major_formatter(PLAIN)
 
 
 def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:

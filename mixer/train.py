@@ -18,8 +18,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     follow_launcher()
     if not (options.config or overrides):
-        files = "configs/laptop.yaml, or configs/demo.yaml for a longer run"
-        raise UserError(f"give --config FILE, such as {files}; the defaults are of a large model")
+        raise UserError("give --config FILE, such as configs/laptop.yaml or configs/demo.yaml")
     train(load_config(options.config, overrides))
 
 

@@ -58,10 +58,8 @@ def table(result: dict) -> str:
     # Runs of one file may be of different times.
     older = {"command": result.get("command")}  # earlier versions kept one for all runs
     found = [older | run | run["hardware"] for run in result["runs"].values()]
-    device, torch, commit, command = (
-        list(dict.fromkeys(each[name] for each in found))
-        for name in ("device", "torch", "commit", "command")
-    )
+    names = ("device", "torch", "commit", "command")
+    device, torch, commit, command = ({each[name]: None for each in found} for name in names)
     origin = (
         f"Measured on {', '.join(device)}, torch {', '.join(torch)}; commit "
         f"{', '.join(name[:10] for name in commit)}; `{'`, `'.join(command)}`. "

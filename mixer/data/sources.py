@@ -95,11 +95,10 @@ def part_texts(part: Part) -> Iterator[str | list[str]]:
         for row in READERS[config.source](part):
             yield _text(row, config)
             number += 1
-    except Exception as error:
+    except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
         if config.source == "text" and isinstance(error, UnicodeDecodeError):
             problem = f"{part.file} is not UTF-8 text ({error})"
             raise UserError(f"{problem}: remove it, or convert it with iconv") from None
-        # datasets, pyarrow, json, zlib, the network: each has its own kinds
         dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
         place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
         remedy = REMEDY if part.file else HUB_REMEDY

@@ -14,6 +14,7 @@ import numpy as np
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 GREY = "#777777"
+PLAIN = "{x:,g}"  # the marks of an axis
 LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
 STYLE = {
     "figure.constrained_layout.use": True,
@@ -60,10 +61,6 @@ def short_name(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
 
 
-def plain_number(value: float, _position: int) -> str:
-    return f"{value:,g}"
-
-
 def log_axis(axes) -> None:
     """Makes the horizontal axis logarithmic, of numbers that are drawn already."""
     from matplotlib.ticker import LogLocator
@@ -72,7 +69,7 @@ def log_axis(axes) -> None:
     low, high = axes.get_xlim()
     if high < 8 * low:  # powers of 2 alone would be too few marks
         axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.25, 1.5, 1.75)))
-    axes.xaxis.set_major_formatter(plain_number)
+    axes.xaxis.set_major_formatter(PLAIN)
 
 
 def plot_loss_by_position(results: list[dict], output: Path) -> None:

@@ -143,9 +143,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
-            hint = "write overrides as section.key=value"
-            if text.endswith((".yaml", ".yml")):
-                hint = f"did you mean --config {text}?"
+            meant = f"did you mean --config {text}?" if text.endswith((".yaml", ".yml")) else ""
+            hint = meant or "write overrides as section.key=value"
             problems.append(f"{text!r} on the command line: {hint}")
             continue
         if value and not (key in OPTIONS and OPTIONS[key].type is str):  # text is taken as it is
@@ -313,19 +312,15 @@ def read_yaml(path: str | Path) -> dict:
     """
     try:
         with open(path, encoding="utf-8") as file:  # errors name it
-            given = parse_yaml(file)
+            given = parse_yaml(file) or {}
     except (FileNotFoundError, IsADirectoryError):
-        path = Path(path)
-        problem, folder = f"no configuration file {path}", path.parent
-        if path.is_dir():
-            problem, folder = f"{path} is a folder, not a configuration file", path
-        near = list(folder.glob("*.yaml")) or list(Path("configs").glob("*.yaml"))
-        names = ", ".join(sorted(map(str, near))) or "none"
+        is_folder, path = Path(path).is_dir(), Path(path)
+        near = (path if is_folder else path.parent).glob("*.yaml")
+        names = ", ".join(sorted(map(str, [*near] or Path("configs").glob("*.yaml")))) or "none"
+        problem = f"{path} is a folder" if is_folder else f"no configuration file {path}"
         raise UserError(f"{problem}; there are: {names}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path} cannot be read as YAML: {error}") from None
-    if given is None:
-        return {}
     if not isinstance(given, dict):
         raise UserError(
             f"{path} holds a {type(given).__name__}; it must hold sections with keys, see configs/"
