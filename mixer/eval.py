@@ -3,7 +3,7 @@
 The validation split of the run's own data:
     python eval.py --checkpoint runs/demo/step-600
 Any UTF-8 text, with any causal LM beside it:
-    python eval.py --checkpoint runs/demo/step-600 gpt2 --text book.txt
+    python eval.py --checkpoint runs/demo/step-600 path/to/gpt2 --text book.txt
 A data set of the hub:
     python eval.py --checkpoint runs/demo/step-600 --hub Salesforce/wikitext \\
         --subset wikitext-103-raw-v1

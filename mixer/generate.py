@@ -9,7 +9,7 @@ from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
-from mixer.evaluation.scoring import choose_device, context_of, extend_to
+from mixer.evaluation.scoring import choose_device, extend_to
 
 GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
 
@@ -38,11 +38,8 @@ def continuations(
         inputs = tokenizer(prompts, return_tensors="pt", **padding).to(device)
         ids = inputs.input_ids  # (prompts, tokens)
         check_token(int(ids.max()), model, "a prompt")
-        if not extend_to(model, ids.shape[1] + new_tokens):
-            raise UserError(
-                f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}, and the "
-                f"model's context is {context_of(model)}: shorten the prompt, or ask for fewer"
-            )
+        given = f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}"
+        extend_to(ids.shape[1] + new_tokens, model, checkpoint, given)
         # Whatever generation_config.json says: beams, several texts for a prompt, another output.
         eos = model.generation_config.eos_token_id
         model.generation_config = GenerationConfig(eos_token_id=eos)

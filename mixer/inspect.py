@@ -17,7 +17,7 @@ from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.models.masked_mixer.convolution import TriangularConv
-from mixer.reporting.figure import curves, log_axis, log_means, new_figure, plain_number
+from mixer.reporting.figure import PLAIN, curves, log_axis, log_means, new_figure
 from mixer.reporting.text import table, wrapped
 
 SHARE = 0.9  # of the last row's |W|, for the effective context
@@ -120,7 +120,7 @@ def plot_by_lag(layers: list[Matrices], output: Path) -> None:
             axes.plot(*log_means(lags, curve), "o-", color=colour, label=f"layer {number}")
         axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(plain_number)
+        axes.xaxis.set_major_formatter(PLAIN)
         log_axis(axes.yaxis, 10, (1, 2, 3, 5))
 
 

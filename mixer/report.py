@@ -11,7 +11,7 @@ import numpy as np
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, whole_file
-from mixer.reporting.figure import GREY, curves, plain_number, short_name
+from mixer.reporting.figure import GREY, PLAIN, curves, short_name
 from mixer.reporting.text import read_metrics, series, table
 from mixer.training.config import read_yaml
 
@@ -29,7 +29,7 @@ def main(arguments=None) -> None:
         raise UserError("--published goes with one run: give one, or leave it out")
     first = Path(options.run[0])
     output = Path(options.output or (first if first.is_dir() else first.parent))
-    if output.is_dir():
+    if output.is_dir() or not options.output:
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{output} is no picture; give a name that ends in .png, .svg or .pdf")
@@ -38,7 +38,12 @@ def main(arguments=None) -> None:
         if len(options.run) == 1:
             plot_training(first, stage, options.published)
         else:
-            print(table(compare_runs(options.run, stage)) + "\n")
+            rows = compare_runs(options.run, stage)
+            print(table(rows) + "\n")
+            # What a token is in bytes: one number for all runs of one tokenizer and one text.
+            known = [row for row in rows if row["bits/byte"] != "-"]
+            if len({round(row["validation loss"] / row["bits/byte"], 3) for row in known}) > 1:
+                print("Tokenizers or validation texts differ: compare bits/byte, not the losses.\n")
     print(output)
 
 
@@ -62,7 +67,7 @@ def plot_training(run: Path, output: Path, published: str | None = None) -> None
             shown = [point for point in points if point[0] <= steps[-1]] or points[:1]
             label = f"{name}: {shown[-1][1]:.3f} at step {shown[-1][0]:,}"
             axes.plot(*zip(*shown, strict=True), "o--", label=label)
-        axes.xaxis.set_major_formatter(plain_number)
+        axes.xaxis.set_major_formatter(PLAIN)
 
 
 def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
@@ -99,7 +104,8 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
             label = f"{short_name(name)}: {losses[-1]:.4f} at the end"
             axes.plot(seconds, losses, "o-", label=label)
             row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
-            rows.append(row | {"validation loss": losses[-1]})
+            bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
+            rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
         axes.set_xlim(left=0)
     return rows
 

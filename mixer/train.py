@@ -6,7 +6,7 @@
 In a checkout, train.py is the same command.
 """
 
-from mixer.common.errors import command_parser, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.distributed.world import follow_launcher
 from mixer.training.config import describe_options, load_config
 from mixer.training.loop import train
@@ -17,6 +17,8 @@ def main() -> None:
     parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
     options, overrides = parser.parse_known_args()
     follow_launcher()
+    if not (options.config or overrides):
+        raise UserError("give --config FILE, such as configs/laptop.yaml or configs/demo.yaml")
     train(load_config(options.config, overrides))
 
 

@@ -43,10 +43,17 @@ def check_checkpoint(directory: Path) -> None:
     """
     config, weights = directory / "config.json", weight_files(directory)
     if missing := [file.name for file in (config, *weights) if not file.is_file()]:
+        run = directory if directory.is_dir() else directory.parent
+        found = sorted(run.glob("step-*[0-9]/config.json"), key=os.path.getmtime)[-4:]
+        found = [str(file.parent) for file in (*run.glob("best/config.json"), *found)]
+        give = f"give {', '.join(found) or 'RUN/best or RUN/step-N'}"
+        if directory.is_dir() and found:
+            raise UserError(f"{directory} is a run, not a checkpoint: {give}")
+        if not directory.is_dir():
+            nor = "" if run.is_dir() else f", nor {run}"
+            raise UserError(f"checkpoint {directory}: there is no such directory{nor}; {give}")
         lacks = f"lacks {', '.join(missing)} (weights are read as safetensors, not pickled)"
-        if steps := sorted(directory.glob("step-*"), key=os.path.getmtime):
-            lacks = f"is a run, not a checkpoint such as {steps[-1]}"
-        raise refused(directory, lacks if directory.is_dir() else "is not a directory")
+        raise refused(directory, lacks)
     if re.fullmatch(r"step-\d+(\.old)?\.partial", directory.name):
         raise refused(directory, "was being written or deleted")
     is_ours = (directory / STATE).is_dir()  # a model from elsewhere has none

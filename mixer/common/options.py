@@ -18,6 +18,8 @@ BOUNDS = {
     "at_most": ("at most {}", operator.le),
     "below": ("below {}", operator.lt),
 }
+TYPES = {bool: "true or false", int: "a whole number", float: "a finite number"}
+TYPES |= {str: "text in quotes", type(None): "null"}
 
 
 def option(default: Any, help: str, choices: Collection[str] = (), **bounds: float) -> Any:
@@ -49,31 +51,26 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
     """
     problems = []
     for field in dataclasses.fields(section):
-        value, choices = getattr(section, field.name), field.metadata.get("choices", ())
-        allowed = allowed_values(field)
+        value, allowed = getattr(section, field.name), allowed_values(field)
         if isinstance(value, str) and not is_plain_text(value):
             value, allowed = value[:50], "text without null characters and lone surrogates"
-        elif field.metadata and not has_type(value, field.type):
-            kind = "text in quotes" if field.type is str else type_name(field.type)
-            allowed = allowed if choices else ", ".join(filter(None, (kind, allowed)))
-        elif _is_allowed(value, choices, field.metadata.get("bounds")):
+        elif not field.metadata or _is_allowed(value, field):
             continue
         problems.append(f"{prefix}{field.name} = {value!r}; allowed: {allowed}")
     return problems
 
 
 def allowed_values(field: dataclasses.Field) -> str:
-    """The allowed values of an option in words, such as "0 or more"; empty where any will do."""
+    """The allowed values of an option in words, such as "a whole number, 0 or more"."""
     if field.metadata.get("choices"):
         return ", ".join(field.metadata["choices"])
     bounds = field.metadata.get("bounds", {})
     parts = [words.format(bounds[name]) for name, (words, _) in BOUNDS.items() if name in bounds]
-    unbounded = "any finite number" if field.type is float and "bounds" in field.metadata else ""
-    return " and ".join(parts) or unbounded
+    return type_name(field.type) + (", " if parts else "") + " and ".join(parts)
 
 
 def type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind)  # int | None has no name
+    return " or ".join(TYPES.get(one, getattr(one, "__name__", str(one))) for one in _kinds(kind))
 
 
 def is_plain_text(text: str) -> bool:
@@ -96,10 +93,11 @@ def has_type(value: Any, kind: Any) -> bool:
     return given in _kinds(kind) or not isinstance(kind, type | UnionType)
 
 
-def _is_allowed(value: Any, choices: Collection[str], bounds: dict[str, float] | None) -> bool:
-    if choices:
-        return value in choices
-    if bounds is None or not isinstance(value, (int, float)):
-        return True
+def _is_allowed(value: Any, field: dataclasses.Field) -> bool:
+    choices, bounds = field.metadata["choices"], field.metadata["bounds"]
+    if not has_type(value, field.type):
+        return False
+    if choices or not isinstance(value, (int, float)):
+        return not choices or value in choices
     is_finite = abs(value) <= sys.float_info.max  # also of an integer that no float can hold
     return is_finite and all(BOUNDS[name][1](value, bounds[name]) for name in bounds)

@@ -57,13 +57,13 @@ def table(result: dict) -> str:
     """Everything as Markdown."""
     parts = parts_of_kinds(result) if "kinds" in result["plan"] else parts_of_runs(result)
     # Runs of one file may be of different times.
-    found = [{**run["hardware"], "commit": run["commit"][:10]} for run in result["runs"].values()]
-    device, torch, commit = (
-        ", ".join(dict.fromkeys(each[name] for each in found))
-        for name in ("device", "torch", "commit")
-    )
+    older = {"command": result.get("command")}  # earlier versions kept one for all runs
+    found = [older | run | run["hardware"] for run in result["runs"].values()]
+    names = ("device", "torch", "commit", "command")
+    device, torch, commit, command = ({each[name]: None for each in found} for name in names)
     origin = (
-        f"Measured on {device}, torch {torch}; commit {commit}; `{result['command']}`. "
+        f"Measured on {', '.join(device)}, torch {', '.join(torch)}; commit "
+        f"{', '.join(name[:10] for name in commit)}; `{'`, `'.join(command)}`. "
         "The options of each run are in the JSON file."
     )
     return "\n\n".join([*parts, *map(wrapped, (NOTES, origin))]) + "\n"

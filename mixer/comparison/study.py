@@ -43,7 +43,7 @@ class Study:
         if self.file.exists():
             found = read_json(self.file, otherwise, required={"runs": dict})
         self.runs: dict[str, dict] = found["runs"]
-        self.result, self.commit = found | {"command": command, "plan": plan}, commit
+        self.result, self.origin = found | {"plan": plan}, {"commit": commit, "command": command}
         self.problems: list[str] = []
         self.stopped = False
         self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
@@ -54,6 +54,7 @@ class Study:
         Jobs take turns, so that what is interrupted has something to compare. Raises UserError with
         what went wrong, when all other runs have ended.
         """
+        known = len(self.runs)
         check_writable(self.file.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
@@ -70,7 +71,8 @@ class Study:
                 if row := self.outcome(connection, run):
                     waiting.append((job, row))
                 process.join()
-        if self.runs:
+        # Where nothing was left to do, only the report may be missing.
+        if len(self.runs) > known or not (self.problems or self.stopped):
             print(write_report(self.result, self.file))
             print(f"the report is in {self.file.parent}")
         if self.problems:
@@ -118,7 +120,7 @@ class Study:
             self.problems.append(f"{run.name}: {row}")
         if not isinstance(row, dict):
             return None
-        self.runs[run.name] = row | {"commit": self.commit}
+        self.runs[run.name] = row | self.origin
         write_json(self.file, self.result)
         loss = f"loss {row['validation_loss']:.4f}" if "validation_loss" in row else "diverged"
         print(f"{run.name}: {loss}", flush=True)

@@ -141,10 +141,13 @@ class Corpus:
         splits = (split for split, _ in self.documents())
         first = next(splits)
         if all(split == first for split in splits):
+            text = f"the text ({config.source} {config.path})"
+            if first == "validation":
+                held = f"data.validation_documents = {config.validation_documents}"
+                raise UserError(f"{held} leaves no document of {text} for training: lower it")
             raise UserError(
-                f"the corpus ({config.source} {config.path}) has documents for {first} alone, as "
-                "copies stay on one side: give more documents (a text file is one), a smaller "
-                "data.validation_documents, or data.validation_path (hub: data.validation_split)"
+                f"{text} has 1 document (copies count once), and validation needs at least one of "
+                "its own: add files, or give data.validation_path (hub: data.validation_split)"
             )
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:

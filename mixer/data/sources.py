@@ -96,6 +96,9 @@ def part_texts(part: Part) -> Iterator[str | list[str]]:
             yield _text(row, config)
             number += 1
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
+        if config.source == "text" and isinstance(error, UnicodeDecodeError):
+            problem = f"{part.file} is not UTF-8 text ({error})"
+            raise UserError(f"{problem}: remove it, or convert it with iconv") from None
         dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
         place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
         remedy = REMEDY if part.file else HUB_REMEDY
@@ -224,10 +227,9 @@ def local_files(config: DataConfig) -> list[Path]:
         problem = f"{error.filename} cannot be read ({error.strerror})"
         raise UserError(f"{problem}: give access to it, or leave it out") from None
     if not files:
-        raise UserError(
-            f"{config.path!r} is no file, no folder that holds a file{wanted}, and no "
-            "glob that matches one; correct the path"
-        )
+        problem = f"matches no file{wanted}" if glob.has_magic(config.path) else "does not exist"
+        problem = f"is a folder without files{wanted}" if path.is_dir() else problem
+        raise UserError(f"{config.path!r} {problem}: correct the path")
     if others := sorted(inside - kept - named):
         number = f"{len(others):,}, such as {others[0]}"
         say_on_stderr(f"left out of {config.path}: files not{wanted} ({number})")

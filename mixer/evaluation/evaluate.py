@@ -107,11 +107,10 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     context = scoring.context_of(model)
     window = options.window or context or 0
     stride = options.stride or window
-    if not 0 < stride <= window or not scoring.extend_to(model, window):
-        raise UserError(
-            f"the context of {options.checkpoint} is {context}, the window {window}, the stride "
-            f"{stride}: give --window 1..{context or 'N'}, and --stride 1..window"
-        )
+    if not 0 < stride <= window:
+        said = f"the window of {options.checkpoint} is {window}, the stride {stride}"
+        raise UserError(f"{said}: give --window N, and --stride 1..window")
+    scoring.extend_to(window, model, options.checkpoint, f"--window is {window}")
     return window, stride
 
 

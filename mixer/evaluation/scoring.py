@@ -81,13 +81,20 @@ def context_of(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def extend_to(model: PreTrainedModel, tokens: int) -> bool:
-    """Whether a model reads so many tokens. One with mixing weights by lag does: it is extended."""
+def extend_to(tokens: int, model: PreTrainedModel, checkpoint: str, given: str) -> None:
+    """Extends a model with mixing weights by lag to so many tokens. Raises UserError, which begins
+    with what was `given`, for another one that does not read as many.
+    """
     context = context_of(model) or tokens
-    by_lag = getattr(model.config, "mixing_weight", None) == "lags"
-    if tokens > context and by_lag:
+    form = getattr(model.config, "mixing_weight", None)
+    if tokens > context and form == "lags":
         model.extend_context(tokens)
-    return by_lag or tokens <= getattr(model.config, "longest_text", context)
+    elif tokens > getattr(model.config, "longest_text", context):
+        problem = f"{given}, and the context of {checkpoint} is {context}: ask for fewer tokens"
+        if form == "full":
+            problem += ", or give the model mixing weights by lag, which read further: "
+            problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"
+        raise UserError(problem)
 
 
 def window_batches(

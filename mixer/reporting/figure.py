@@ -14,6 +14,7 @@ import numpy as np
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 GREY = "#777777"
+PLAIN = "{x:,g}"  # the marks of an axis
 LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
 STYLE = {
     "figure.constrained_layout.use": True,
@@ -67,10 +68,6 @@ def short_name(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
 
 
-def plain_number(value: float, _position: int) -> str:
-    return f"{value:,g}"
-
-
 def log_axis(axis, base: int = 2, factors: tuple[float, ...] = (1, 1.25, 1.5, 1.75)) -> None:
     """Makes a drawn axis logarithmic; a narrow range is marked between powers of the base, too."""
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -79,7 +76,7 @@ def log_axis(axis, base: int = 2, factors: tuple[float, ...] = (1, 1.25, 1.5, 1.
     low, high = axis.get_view_interval()
     if high < base**3 * low:
         axis.set_major_locator(LogLocator(base, factors))
-    axis.set_major_formatter(plain_number)
+    axis.set_major_formatter(PLAIN)
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -17,7 +17,8 @@ def read_metrics(path: str | Path, say: Say = say_on_stderr) -> list[dict]:
     path = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
     lines = [line for _, line in readable_lines(path, say)] if path.is_file() else []
     if not lines:
-        raise UserError(f"{path} has no line that can be read: give a run that has logged a step")
+        problem = "has no line that can be read" if path.exists() else "does not exist"
+        raise UserError(f"{path} {problem}: give a run that has logged a step")
     return lines
 
 

@@ -6,12 +6,12 @@ import re
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from mixer.common.errors import UserError
-from mixer.common.options import allowed_values, as_type, option, option_problems, type_name
+from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.optim import OptimConfig
@@ -145,7 +145,9 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
-            problems.append(f"{text!r} on the command line: write overrides as section.key=value")
+            meant = f"did you mean --config {text}?" if text.endswith((".yaml", ".yml")) else ""
+            hint = meant or "write overrides as section.key=value"
+            problems.append(f"{text!r} on the command line: {hint}")
             continue
         if value and not (key in OPTIONS and OPTIONS[key].type is str):  # text is taken as it is
             try:
@@ -177,8 +179,7 @@ def describe_options() -> str:
     indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
     for key, item in OPTIONS.items():
         allowed = allowed_values(item)
-        lines.append(f"  {key}: {type_name(item.type)} = {item.default!r}")
-        lines[-1] += f"; allowed: {allowed}" if allowed else ""
+        lines.append(f"  {key} = {item.default!r}: {allowed}")
         lines += textwrap.wrap(item.metadata["help"], 84, **indent)
     return "\n".join(lines)
 
@@ -244,7 +245,8 @@ def _value_problems(run: RunConfig) -> list[str]:
         ),
         (
             optim.warmup_steps > train.steps,
-            f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, {train.steps}",
+            f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, "
+            f"{train.steps}: lower optim.warmup_steps too",
         ),
     ]
     return [text for holds, text in clashes if holds]
@@ -292,8 +294,8 @@ for tag, pattern in CORE.items():
         kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None)
 
 
-def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError for every text that has none."""
+def parse_yaml(text: str | TextIO) -> Any:
+    """The value of a YAML text or file. Raises yaml.YAMLError for every text that has none."""
     try:
         return yaml.load(text, Loader=Loader)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -311,15 +313,16 @@ def read_yaml(path: str | Path) -> dict:
     or not a mapping.
     """
     try:
-        given = parse_yaml(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = list(Path(path).parent.glob("*.yaml")) or list(Path("configs").glob("*.yaml"))
-        names = ", ".join(sorted(map(str, near))) or "none"
-        raise UserError(f"no configuration file {path}; there are: {names}") from None
+        with open(path, encoding="utf-8") as file:  # errors name it
+            given = parse_yaml(file) or {}
+    except (FileNotFoundError, IsADirectoryError):
+        is_folder, path = Path(path).is_dir(), Path(path)
+        near = (path if is_folder else path.parent).glob("*.yaml")
+        names = ", ".join(sorted(map(str, [*near] or Path("configs").glob("*.yaml")))) or "none"
+        problem = f"{path} is a folder" if is_folder else f"no configuration file {path}"
+        raise UserError(f"{problem}; there are: {names}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path} cannot be read as YAML: {error}") from None
-    if given is None:
-        return {}
     if not isinstance(given, dict):
         raise UserError(
             f"{path} holds a {type(given).__name__}; it must hold sections with keys, see configs/"

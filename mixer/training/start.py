@@ -223,7 +223,7 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
-    begins += "" if left else f", and train.steps = {steps} leaves none to train"
+    begins += "" if left else f", already finished ({steps:,} steps); raise train.steps to go on"
     about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
     return (
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "

@@ -138,6 +138,7 @@ def test_a_plan_of_runs_trains_each_once_and_compares_them(train, tmp_path, monk
     for row in rows_of(text):  # of several tables, where the columns do not fit into one
         named.setdefault(row[0], []).extend(row)
     assert "diverged" in named["diverged"] and "12" in named["paper"]
+    assert " ".join(text.split()).count(" --commit abc") == 2  # the commands of these rows
     assert (tmp_path / "results.png").stat().st_size > 0
 
     for mistake, said in (
@@ -269,15 +270,22 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     monkeypatch.setattr(study.multiprocessing, "get_context", {"spawn": fork}.get)
     monkeypatch.setattr(study, "visible_gpus", lambda: ["3", "GPU-5"])
     monkeypatch.setattr(study, "report_run", report_lane)
-    monkeypatch.setattr(study, "write_report", lambda *_: "")
+    written = []
+    monkeypatch.setattr(study, "write_report", lambda *_: written.append("report"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the study sets it
-    whole = study.Study(tmp_path / "a", {}, "", "")
+    whole = study.Study(tmp_path / "a", {}, "first", "")
     said = "^b: its process was stopped; the same command goes on\ne: no space left on device$"
     with pytest.raises(UserError, match=said):
         whole.work([iterate(name) for name in "abcde"])
     rows = runs_in(tmp_path / "a.json")
     assert sorted(rows) == ["a", "c", "d"]  # in the order in which they end, which is by chance
     assert {row["gpu"] for row in rows.values()} <= {"3", "GPU-5"} and rows["a"]["gpu"] == "3"
+
+    second = study.Study(tmp_path / "a", {}, "second", "")
+    with pytest.raises(UserError, match="^e: no space left on device$"):
+        second.work([iterate("e")])
+    assert written == ["report"] and runs_in(tmp_path / "a.json") == rows
+    assert {row["command"] for row in rows.values()} == {"first"}
 
 
 def test_a_plan_of_tasks_ends_with_their_accuracies(train, tmp_path):

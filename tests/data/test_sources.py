@@ -225,10 +225,10 @@ def test_text_is_one_document_a_file(tmp_path):
         ("source=text", "data.path is empty"),
         ("path=mine", "data.path is 'mine', which source 'builtin' does not read"),
         ("subset=sample-10BT", "data.subset is 'sample-10BT'; source builtin allows packages"),
-        ("source=text path=missing.txt", "'missing.txt' is no file"),
-        ("source=text path=latin.txt", "latin.txt: .*0xe9 in position 3.*iconv"),
+        ("source=text path=missing.txt", "'missing.txt' does not exist"),
+        ("source=text path=latin.txt", "latin.txt is not UTF-8 text .*0xe9 in position 3.*iconv"),
         ("source=text path=blank.txt", "corpus is empty"),
-        ("source=parquet path=.", "no folder that holds a file ending in .parquet"),
+        ("source=parquet path=.", "is a folder without files ending in .parquet"),
         ("source=jsonl path=rows.jsonl", "no text in field 'text'; fields of the first: body, id"),
         ("source=jsonl path=rows.jsonl text_field=id", "holds int, not text"),
         ("source=jsonl path=null.jsonl", "row 2 of null.jsonl: .* NoneType, not an object"),
@@ -273,7 +273,7 @@ def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
     assert [split.documents for split in prepare(config, quiet).splits.values()] == [1, 1]
     for name, texts in (("single", made_texts(1)), ("copies", made_texts(1) * 3)):
         refused = config_of(tmp_path / name, texts)
-        with pytest.raises(UserError, match="documents for train alone.*give more documents"):
+        with pytest.raises(UserError, match="has 1 document .*validation needs .* add files"):
             prepare(refused, quiet)
         assert not Path(refused.directory).exists()
 
@@ -286,7 +286,9 @@ def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch):
     assert decoded_documents(config.directory, "validation") == texts[:7]
     assert decoded_documents(config.directory, "train") == texts[7:]
     none = dataclasses.replace(config, validation_documents=42, directory=str(tmp_path / "none"))
-    with pytest.raises(UserError, match="for validation alone.*a smaller data.validation_docum"):
+    with pytest.raises(
+        UserError, match="validation_documents = 42 leaves no document .*: lower it"
+    ):
         prepare(none, quiet)
 
 
@@ -323,7 +325,7 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
         assert not (tmp_path / "prepared").exists()
         assert not list(tmp_path.glob("prepared.partial-*"))
 
-    refused("missing' is no file", validation_path=str(tmp_path / "missing"))
+    refused("missing' does not exist", validation_path=str(tmp_path / "missing"))
     (tmp_path / "blank.txt").write_text("\n")
     refused("no document with text in .*blank", validation_path=str(tmp_path / "blank.txt"))
     refused("source 'builtin' does not read", source="builtin", path="", validation_path=path)

@@ -206,8 +206,10 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     assert [f"{mean:.4f}" for mean in means] in last and ["-", "-"] in last
     (written,) = continuations(str(checkpoint), ["tok"], 80, 0.0, 0)
     assert len(tokenizer(written).input_ids) > 32
-    with pytest.raises(UserError, match="the model's context is 32: shorten the prompt"):
+    with pytest.raises(UserError, match="-tokens is 80, .* is 32: ask .* --mixing-weight lags"):
         continuations(str(checkpoints[1]), ["tok"], 80, 0.0, 0)
+    with pytest.raises(UserError, match="--window is 96, .* is 32: ask .* --mixing-weight lags"):
+        evaluate_checkpoint(EvalOptions(str(checkpoints[1]), device="cpu", window=96))
 
 
 def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
@@ -229,8 +231,13 @@ def test_what_is_no_checkpoint_is_named_with_what_it_lacks(run, tmp_path):
         with pytest.raises(UserError, match=f"lacks {missing}"):
             evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
-    with pytest.raises(UserError, match="is a run, not a checkpoint.*step-7"):
-        evaluate_checkpoint(EvalOptions(checkpoint=str(run / "demo")))
+    for name, problem in {
+        "demo": "demo is a run, not a checkpoint: give .*/demo/step-7$",
+        "demo/step-70": "step-70: there is no such directory; give .*/demo/step-7$",
+        "dem/step-7": "there is no such directory, nor .*/dem; give RUN/best or RUN/step-N$",
+    }.items():
+        with pytest.raises(UserError, match=problem):
+            evaluate_checkpoint(EvalOptions(checkpoint=str(run / name)))
 
 
 def change_trainer(run, checkpoint: Path, content: str) -> str:

@@ -38,7 +38,7 @@ def losses(shift: float) -> list[float]:
     return [2 + 7 * math.exp(-step / 40) + shift for step in STEPS]
 
 
-def write_metrics(directory, shift=0.0, seconds=0.5):
+def write_metrics(directory, shift=0.0, seconds=0.5, token_bytes=4.0):
     """A run's metrics: a loss at each step, and a validation loss at every tenth."""
     directory.mkdir()
     with open(directory / "metrics.jsonl", "w") as file:
@@ -46,7 +46,9 @@ def write_metrics(directory, shift=0.0, seconds=0.5):
             line = {"step": step, "loss": loss, "seconds": seconds}
             file.write(json.dumps(line) + "\n")
             if step % 10 == 0:
-                file.write(json.dumps({"step": step, "validation_loss": loss + 0.1}) + "\n")
+                found = {"step": step, "validation_loss": loss + 0.1}
+                found["validation_bits_per_byte"] = (loss + 0.1) / math.log(2) / token_bytes
+                file.write(json.dumps(found) + "\n")
     return directory
 
 
@@ -160,9 +162,10 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
     text = capsys.readouterr().out
     assert [text.splitlines()[n] for n in (0, -1)] == list(map(str, pictures))
     header, slow, fast = rows(text)
-    assert header == ["run", "steps", "seconds", "validation loss"]
-    assert slow == [str(runs[0]), "40", "20.0", f"{losses(0)[-1] + 0.1:.4f}"]
-    assert fast == [str(runs[1]), "40", "10.0", f"{losses(-0.5)[-1] + 0.1:.4f}"]
+    assert header == ["run", "steps", "seconds", "validation loss", "bits/byte"]
+    assert slow[:4] == [str(runs[0]), "40", "20.0", f"{losses(0)[-1] + 0.1:.4f}"]
+    assert fast[:4] == [str(runs[1]), "40", "10.0", f"{losses(-0.5)[-1] + 0.1:.4f}"]
+    assert fast[4] == f"{(losses(-0.5)[-1] + 0.1) / math.log(2) / 4:.4f}"
     times = ([5, 10, 15, 20], [2.5, 5, 7.5, 10])
     shown = curves(drawn[1].axes[0]).values()
     for curve, shift, seconds in zip(shown, (0, -0.5), times, strict=True):
@@ -171,6 +174,19 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
     (runs[1] / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "seconds": 1.0}\n')
     with pytest.raises(UserError, match="fast has no validation loss yet"):
         report.main([*map(str, runs)])
+    with pytest.raises(UserError, match="^runs/none does not exist: give a run"):
+        report.main(["runs/none"])
+    assert not Path("runs").exists()
+
+
+def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_metrics(Path("one"))
+    for name, token_bytes in (("same", 4.0), ("other", 3.0)):
+        write_metrics(Path(name), -0.5, token_bytes=token_bytes)
+        report.main(["one", name])
+        differs = "texts differ: compare bits" in capsys.readouterr().out
+        assert differs == (name == "other")
 
 
 DAMAGED = [

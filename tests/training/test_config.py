@@ -10,6 +10,7 @@ import yaml
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.train import main
 from mixer.training.config import RunConfig, flatten, load_config
 from mixer.training.start import save_config
 
@@ -43,13 +44,13 @@ def test_every_problem_is_reported_at_once(tmp_path):
     for expected in (
         "10 problems",
         "unknown key model.hiden_size = 64; did you mean model.hidden_size?",
-        "train.steps = 'many'; allowed: int, 1 or more and at most 1000000000",
-        "train.batch_size = 1.5; allowed: int, 1 or more",
+        "train.steps = 'many'; allowed: a whole number, 1 or more and at most 1000000000",
+        "train.batch_size = 1.5; allowed: a whole number, 1 or more",
         "optim.schedule = 'cosin'; allowed: cosine, linear, constant",
         "unknown key lr = 1; did you mean optim.lr?",
-        "data.packed = 'maybe'; allowed: bool",
+        "data.packed = 'maybe'; allowed: true or false",
         "model.num_mixer_heads = 3 and hidden_size = 1024; allowed: heads that divide it",
-        "optim.beta1 = 1.0; allowed: 0 or more and below 1",
+        "optim.beta1 = 1.0; allowed: a finite number, 0 or more and below 1",
         "seed: '[' cannot be read as a YAML value: ",
         "'nonsense' on the command line: write overrides as section.key=value",
     ):
@@ -94,6 +95,16 @@ def test_a_missing_file_names_those_that_exist(name):
         load_config(name, [])
 
 
+def test_a_configuration_that_is_not_named_as_one_is_pointed_to(monkeypatch):
+    with pytest.raises(UserError, match="configs is a folder; there are: configs/comparison"):
+        load_config("configs", [])
+    with pytest.raises(UserError, match="did you mean --config configs/laptop.yaml"):
+        load_config(None, ["configs/laptop.yaml"])
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(UserError, match="give --config FILE, such as configs/laptop.yaml"):
+        main()
+
+
 @pytest.mark.parametrize("key", FLOATS)
 def test_a_number_that_is_not_finite_is_refused(key):
     for value in ("nan", "inf", "-inf"):
@@ -107,11 +118,11 @@ UNUSABLE = {
     "optim.lr=&a [*a]": "optim.lr: '&a [*a]' cannot be read as a YAML value",
     "seed=" + "[" * 3000: "cannot be read as a YAML value",
     "seed=" + "9" * 5000: "cannot be read as a YAML value",
-    "optim.lr=1" + "0" * 400: "0; allowed: 0 or more",
-    "train.steps=1e30": "; allowed: 1 or more and at most 1000000000",
-    "train.steps=010": "train.steps = '010'; allowed: int, 1 or more",  # PyYAML reads 8
-    "train.steps=1:30": "train.steps = '1:30'; allowed: int, 1 or more",  # and 90
-    "seed=4294967296": "seed = 4294967296; allowed: 0 or more and below 4294967296",
+    "optim.lr=1" + "0" * 400: "0; allowed: a finite number, 0 or more",
+    "train.steps=1e30": "; allowed: a whole number, 1 or more and at most 1000000000",
+    "train.steps=010": "train.steps = '010'; allowed: a whole number, 1 or more",  # PyYAML reads 8
+    "train.steps=1:30": "train.steps = '1:30'; allowed: a whole number, 1 or more",  # and 90
+    "seed=4294967296": "seed = 4294967296; allowed: a whole number, 0 or more and below 4294967296",
     "name=a\0b": "allowed: text without null characters and lone surrogates",
     "output_dir=\udcff": "allowed: text without null characters and lone surrogates",
     "model.max_position_embeddings=1": "2 or more",  # a single token has nothing to mix
@@ -138,7 +149,7 @@ def test_a_section_given_twice_is_refused(tmp_path):
     """PyYAML would drop the first one."""
     path = tmp_path / "config.yaml"
     path.write_text("train: {steps: 700}\nseed: 3\ntrain:\n  batch_size: 2\n")
-    with pytest.raises(UserError, match=r"(?s)the key 'train' is given twice.*line 3"):
+    with pytest.raises(UserError, match='(?s)is given twice.*config.yaml", line 3'):
         load_config(str(path), [])
 
 

@@ -80,7 +80,7 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
     assert sorted(p.name for p in directory.glob("step-*")) == ["step-12", "step-8"]  # two are kept
     assert json.loads((directory / "step-12/config.json").read_text())["mixing_backend"] == "auto"
     finished = launch("--config", write_config(), *changes).succeed()
-    assert "step-12, and train.steps = 12 leaves none to train" in finished
+    assert "step-12, already finished (12 steps); raise train.steps" in finished
     assert read_lines(directory) == lines
 
 
