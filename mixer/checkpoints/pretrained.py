@@ -8,8 +8,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, write_modules
@@ -96,7 +101,7 @@ def weight_types(directory: Path) -> dict[str, str]:
 
 def load_checkpoint(
     directory: Path, device: torch.device, backend: str = ""
-) -> tuple[PreTrainedModel, Tokenizer]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
     backend: the mixing backend of a masked mixer; empty: what the checkpoint says. Raises UserError
@@ -188,7 +193,7 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
 def write_new(
     output: Path,
     model: PreTrainedModel,
-    tokenizer: Tokenizer | None,
+    tokenizer: PreTrainedTokenizerFast | None,
     source: Path | None = None,
     card: str = "",
 ) -> None:
@@ -221,7 +226,7 @@ def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None
         raise UserError(f"{source} has weights that are not finite in {listed}...: {remedy}")
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, what: str) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: str) -> None:
     """Raises UserError unless the tokenizer can be the model's, which may have more ids (padding),
     but not fewer, and not many more. what: names the tokenizer.
     """

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
@@ -174,7 +173,9 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     return found | numbers(scores, text, found["context"] or window)
 
 
-def describe_model(directory: Path, model: PreTrainedModel, tokenizer: Tokenizer) -> dict:
+def describe_model(
+    directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     specification = tokenizer.backend_tokenizer.to_str().encode()
     return {

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast as Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
@@ -74,7 +74,7 @@ class Text:
     task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
 
 
-def choose_text(options: EvalOptions, window: int, tokenizer: Tokenizer) -> Text:
+def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The text that the options name, cut to max_tokens, or what the run was trained on.
 
     Raises UserError for a text or data that is missing, damaged, empty, or of another tokenizer.
@@ -103,7 +103,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: Tokenizer) -> Text
     return text
 
 
-def documents_of(options: EvalOptions, tokenizer: Tokenizer) -> Text:
+def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The documents of files or of a hub dataset, as many as have max_tokens targets."""
     field, blank = {"text_field": options.text_field}, options.first_token == "eos"
     if options.text:
@@ -138,7 +138,7 @@ def parts_of(source: DataConfig) -> Iterator[Part]:
         yield Part(replace(source, source=next(kinds, "text")), file)
 
 
-def validation_text(directory: Path, context: int, tokenizer: Tokenizer) -> Text:
+def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The validation split of prepared data: packed, one stream; otherwise one per document."""
     split = TokenFile(directory, "validation", context)
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
@@ -156,7 +156,9 @@ def validation_text(directory: Path, context: int, tokenizer: Tokenizer) -> Text
     return text
 
 
-def shortened(text: Text, kept: list[np.ndarray], how: str, tokenizer: Tokenizer) -> Text:
+def shortened(
+    text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
+) -> Text:
     """The text of the streams that are kept, and the size of what their tokens decode to."""
     sizes, words = token_bytes(tokenizer), 0
     for tokens in kept:

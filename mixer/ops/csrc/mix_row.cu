@@ -11,8 +11,7 @@
 //
 // On Hopper the kernel may start while the previous kernel in the stream is ending (programmatic
 // dependent launch), and it lets the next kernel do the same. Both wait on the device for the work
-// before them. In a captured step, whose other kernels do this too, it saves 0.7 us per call
-// (dev/LOG.md).
+// before them.
 //
 // A position outside the memory gives NaN, and nothing is written to the memory.
 #include "kernels.h"
