@@ -77,7 +77,9 @@ def test_published_losses_lie_in_a_runs_picture_as_far_as_the_run_goes(tmp_path,
     (axes,) = drawn[0].axes
     assert curves(axes)["theirs: 4.000 at step 30"] == ([10, 30], [4.5, 4.0])
     report.main([str(run), "--published", str(AUTHOR)])
-    assert "published flat 512: 3.864 at step 4,000" in curves(drawn[1].axes[0])
+    known = {"flat 512": "3.864", "Toeplitz 512": "4.150", "Toeplitz 1024": "3.901"}
+    names = {f"published {run}: {loss} at step 4,000" for run, loss in known.items()}
+    assert names <= curves(drawn[1].axes[0]).keys()
     for wrong in ("theirs: [3]", "theirs: {losses: {}}", "theirs: {losses: {10: low}}"):
         file.write_text(wrong)
         with pytest.raises(UserError, match="published.yaml is no file of losses by step"):
