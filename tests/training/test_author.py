@@ -22,7 +22,7 @@ from mixer.training.config import load_config
 from mixer.training.loop import train
 
 ROOT = Path(__file__).parents[2]
-WIDTH, BLOCKS, CONTEXT, BATCH, STEPS, WARMUP, HELD_OUT = 32, 2, 48, 8, 150, 20, 30
+WIDTH, BLOCKS, CONTEXT, BATCH, STEPS, WARMUP, HELD_OUT = 32, 2, 48, 8, 500, 50, 30
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_his_model_and_ours_end_at_the_same_loss(name, data, tmp_path):
     texts, options = data
     options = [*options, f"model.hidden_size={WIDTH}", f"model.num_hidden_layers={BLOCKS}"]
     options += [f"model.max_position_embeddings={CONTEXT}", f"train.batch_size={BATCH}"]
-    options += [f"train.steps={STEPS}", f"optim.warmup_steps={WARMUP}", "optim.lr=1e-2"]
+    options += [f"train.steps={STEPS}", f"optim.warmup_steps={WARMUP}"]
     options += ["train.mixed_precision=no", "logging.log_every=1", f"output_dir={tmp_path}"]
     options += [f"model.intermediate_size={2 * WIDTH}"] if name == "mixer" else []
     run = load_config(str(ROOT / f"configs/author/{name}.yaml"), options)
@@ -101,3 +101,9 @@ def test_initial_weights_have_the_authors_variances(name):
         elif "norm" not in key:  # He's normal distribution; the embedding's is the standard one
             variance = 1 if "embed" in key else 2 / weight.shape[-1]
             assert weight.std().item() == pytest.approx(variance**0.5, rel=0.1), key
+
+
+@pytest.mark.parametrize("name", ["mixer", "toeplitz", "recurrent"])
+def test_an_evaluation_scores_all_that_the_author_held_out(name):
+    run = load_config(str(ROOT / f"configs/author/{name}.yaml"), [])
+    assert (run.data.validation_documents, run.train.eval_samples) == (50_000, 0)
