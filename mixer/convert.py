@@ -5,14 +5,14 @@ logits, and between the two forms of a mixing weight.
     python -m mixer.convert DIR --output FILE.safetensors --back
     python -m mixer.convert DIR --output DIR --mixing-weight lags
 
-The first line takes the weights of a LanguageMixer or of a structured recurrent mixer, and the
-second writes such weights. The third gives each mixing weight one number for each distance of
-tokens, the mean of its diagonal, and says how far the weights were from having one. `full` is the
-way back, which changes nothing.
+The first line takes the weights of a LanguageMixer or of a structured mixer, Toeplitz or recurrent,
+and the second writes such weights. The third gives each mixing weight one number for each distance
+of tokens, the mean of its diagonal, and says how far the weights were from having one. `full` is
+the way back, which changes nothing.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
-the command assumes none, and says so. A recurrent mixer's file does not say which heads mix by row:
-it needs --mixing. See mixer/checkpoints/reference_format.py.
+the command assumes none, and says so. A structured mixer's file does not say how its heads mix: it
+needs --mixing. See mixer/checkpoints/reference_format.py.
 """
 
 import sys
@@ -21,11 +21,16 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
+from mixer.checkpoints.reference_format import (
+    ASSUMED,
+    STRUCTURED,
+    from_reference,
+    read_weights,
+    to_reference,
+)
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
 from mixer.data.tokenizer import existing_tokenizer
-from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv
 
 
@@ -91,7 +96,7 @@ def main() -> None:
     one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
     how = "from a checkpoint to one with mixing weights of this form"
     one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
-    add("--mixing", choices=RECURRENT, help="of a recurrent mixer: how its heads mix")
+    add("--mixing", choices=STRUCTURED, help="of a structured mixer: how its heads mix")
     options = parser.parse_args()
     if options.mixing_weight:
         convert_mixing(options.source, options.output, options.mixing_weight)

@@ -1,5 +1,5 @@
 """Reads and writes the author's weight formats: those of the reference implementation of masked
-mixers, and of structured recurrent mixers (arXiv 2605.08696).
+mixers, and of structured mixers, Toeplitz (arXiv 2605.06683) or recurrent (arXiv 2605.08696).
 
 Their state dicts hold the same numbers as ours under other names, with one tensor per head where
 ours have one for all heads.
@@ -10,9 +10,9 @@ Variants with the same logits are read too: convolutions without biases; Linear 
 convolutions of kernel size 1 (torch_compile=True); heads under the name `conv`; and a tied weight
 saved once (safetensors.torch.save_model). ASSUMED is what a state dict does not say.
 
-MLPMixer, the recurrent one, has each block's MLP first, with SiLU, and saves a decay as d, here
+MLPMixer, the structured one, has each block's MLP first, with SiLU, and saves a decay as d, here
 1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
-has heads by column. Keys and shapes do not tell them apart.
+has heads by column. Keys and shapes do not tell them apart, nor from weights by lag.
 """
 
 import itertools
@@ -42,6 +42,7 @@ SHARED = (
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
     *("mixing_init", "zero_init", "kaiming_init", "mixing_backend"),
 )
+STRUCTURED = ("lags", *RECURRENT)  # mixing weights of structured mixers
 EMBEDDING, BLOCKS = "model.embed_tokens", "model.layers"
 Weights = Mapping[str, Tensor]
 
@@ -73,8 +74,8 @@ LANGUAGE_MIXER = Format(
     options=("mixer_kernel_size", "mixer_expansion"),
     fixed={},
 )
-RECURRENT_MIXER = Format(
-    model="a structured recurrent mixer",
+STRUCTURED_MIXER = Format(
+    model="a structured mixer",
     names={
         EMBEDDING: "input_layer",
         BLOCKS: "mixer_blocks",
@@ -84,6 +85,7 @@ RECURRENT_MIXER = Format(
         "mlp.up_proj": "channel_mixing_layer.0",
         "mlp.down_proj": "channel_mixing_layer.2",
         "conv.scale": "conv.weight",
+        "conv.lags": "conv.weight",
         "conv.decay": "conv.decay_value",
     },
     alone="token_mixing_layer",
@@ -110,16 +112,16 @@ def read_weights(file: Path) -> dict[str, Tensor]:
 def from_reference(source: Weights, mixing: str | None = None) -> MaskedMixerForCausalLM:
     """The model of one of the author's state dicts, in fp32 and eval mode, as ASSUMED.
 
-    mixing: the mixing_weight of a recurrent mixer. Raises UserError if it is missing or unwanted,
+    mixing: the mixing_weight of a structured mixer. Raises UserError if it is missing or unwanted,
     and for unknown or missing keys and shapes that do not fit, naming each.
     """
-    is_recurrent = any("mixer_blocks." in key for key in source)
-    form = RECURRENT_MIXER if is_recurrent else LANGUAGE_MIXER
-    if (mixing in RECURRENT) != is_recurrent:
+    is_structured = any("mixer_blocks." in key for key in source)
+    form = STRUCTURED_MIXER if is_structured else LANGUAGE_MIXER
+    if (mixing in STRUCTURED) != is_structured:
         raise UserError(
             f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: nothing "
-            "for a LanguageMixer, and for a recurrent mixer rows (the author's ColRepeat), columns "
-            "(RowRepeat) or mixed (MixedRepeatHeads)"
+            "for a LanguageMixer, and for a structured mixer lags (the author's Toeplitz layers), "
+            "rows (ColRepeat), columns (RowRepeat) or mixed (MixedRepeatHeads)"
         )
     source = _with_known_names(source)
     model = MaskedMixerForCausalLM(_config(source, form, mixing)).eval()
@@ -131,13 +133,15 @@ def from_reference(source: Weights, mixing: str | None = None) -> MaskedMixerFor
 
 
 def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
-    """The state dict of the author's model with the same logits, in the model's dtype: a recurrent
-    mixer if the mixing weight is a recurrence, else a LanguageMixer.
+    """The state dict of the author's model with the same logits, in the model's dtype: a structured
+    mixer if the mixing weight is a recurrence, or by lag behind the MLP; else a LanguageMixer.
 
     Raises UserError for a model that the author's code does not have.
     """
     config = model.config
-    form = RECURRENT_MIXER if config.mixing_weight in RECURRENT else LANGUAGE_MIXER
+    is_toeplitz = config.mixing_weight == "lags" and config.mlp_first
+    is_structured = config.mixing_weight in RECURRENT or is_toeplitz
+    form = STRUCTURED_MIXER if is_structured else LANGUAGE_MIXER
     has = MaskedMixerConfig(**form.fixed)
     absent = [
         f"{name} = {getattr(config, name)}"
@@ -151,8 +155,9 @@ def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
             f"{form.model} in the author's format does not have {', '.join(absent)}; this model "
             "cannot be converted to it"
         )
-    tensors = {name: x for name, x in model.state_dict().items() if not name.endswith(".lags")}
+    tensors = model.state_dict()
     if form is LANGUAGE_MIXER:
+        tensors = {name: x for name, x in tensors.items() if not name.endswith(".lags")}
         for name, module in model.named_modules():
             if isinstance(module, TriangularConv):
                 tensors[f"{name}.weight"] = module.mixing_weight().detach().tril()

@@ -149,17 +149,20 @@ def test_what_does_not_fit_is_named(change, words):
 @pytest.mark.parametrize(
     ("form", "heads", "decay"),
     [("rows", 1, False), ("columns", 1, True), ("rows", 4, False), ("columns", 4, False)]
-    + [("mixed", 2, False), ("mixed", 4, True)],
+    + [("mixed", 2, False), ("mixed", 4, True), ("lags", 1, False), ("lags", 4, False)],
 )
-def test_recurrent_mixers_convert_both_ways_with_equal_logits(form, heads, decay, tmp_path, capsys):
-    rows = {"rows": heads, "columns": 0, "mixed": heads // 2}[form]
-    kinds, context = ["col"] * rows + ["row"] * (heads - rows), 1024
-    about = (kinds, context, decay, decay or heads == 1)  # one of them without projections
+def test_structured_mixers_convert_both_ways_with_equal_logits(
+    form, heads, decay, tmp_path, capsys
+):
+    named = {"rows": ["col"], "columns": ["row"], "mixed": ["col", "row"], "lags": ["lag"]}[form]
+    kinds, context = [kind for kind in named for _ in range(heads // len(named))], 1024
+    # recurrent heads without decay are also without projections
+    about = (kinds, context, decay, decay or heads == 1 or form == "lags")
     reference, ids = RecurrentReference(*about), tokens(2, 700)
     expected = reference(ids)
     old, new, back = (tmp_path / name for name in ("old.safetensors", "new", "b.safetensors"))
     save_file({f"_orig_mod.{key}": x for key, x in reference.state_dict().items()}, old)
-    with pytest.raises(UserError, match="a structured recurrent mixer, and --mixing is None"):
+    with pytest.raises(UserError, match="a structured mixer, and --mixing is None"):
         convert(old, new, None)
     convert(old, new, None, form)
     assert "ASSUMED" not in capsys.readouterr().err
@@ -172,11 +175,11 @@ def test_recurrent_mixers_convert_both_ways_with_equal_logits(form, heads, decay
     torch.testing.assert_close(again(ids), expected, rtol=0, atol=1e-5)
 
 
-def test_recurrent_mixers_that_do_not_convert_are_refused(tmp_path):
+def test_structured_mixers_that_do_not_convert_are_refused(tmp_path):
     weights = RecurrentReference(["col", "row"], 512, True).state_dict()
     weights["mixer_blocks.1.extra"] = weights.pop("mixer_blocks.1.token_norm.bias")
     save_file(weights, tmp_path / "strange.safetensors")
-    with pytest.raises(UserError, match=r"(?s)not those of a structured recurrent .*extra.*m.bias"):
+    with pytest.raises(UserError, match=r"(?s)not those of a structured mixer .*extra.*m.bias"):
         convert(tmp_path / "strange.safetensors", tmp_path / "new", None, "mixed")
     save_file(LanguageMixer().state_dict(), tmp_path / "plain.safetensors")
     with pytest.raises(UserError, match="of a LanguageMixer, and --mixing is rows; allowed: n"):

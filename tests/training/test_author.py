@@ -1,9 +1,7 @@
 """The author's runs: his models and ours, on the same rows, have the same losses."""
 
-import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,17 +48,12 @@ def his_model(name: str, ours: PreTrainedModel) -> nn.Module:
     """With the weights of our model."""
     if name == "mixer":
         sizes = {"hidden": WIDTH, "width": 2 * WIDTH, "blocks": BLOCKS, "context": CONTEXT}
-        theirs, weights = LanguageMixer(vocabulary=300, **sizes), to_reference(ours)
+        theirs = LanguageMixer(vocabulary=300, **sizes)
     else:
         kinds = {"toeplitz": ["lag"] * 4, "recurrent": ["col", "col", "row", "row"]}[name]
         sizes = {"width": WIDTH, "vocabulary": 300}
         theirs = RecurrentReference(kinds, CONTEXT, name == "recurrent", **sizes)
-        # Of Toeplitz mixers all keys and shapes are the same.
-        tensors, config = ours.state_dict().items(), copy.copy(ours.config)
-        tensors = {key.replace("conv.lags", "conv.scale"): tensor for key, tensor in tensors}
-        config.mixing_weight = "mixed"
-        weights = to_reference(SimpleNamespace(config=config, state_dict=lambda: tensors))
-    theirs.load_state_dict(weights)
+    theirs.load_state_dict(to_reference(ours))
     return theirs
 
 
