@@ -21,9 +21,11 @@ from mixer.models.architecture import model_class
 # Entries of trainer.json that only a resume needs.
 RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
 RESUMED |= {"scaler": dict | None, "wandb_id": str | None}
-# What a resume may change in the model's configuration, and what transformers records in it.
+# What a resume may change in the model's configuration, what transformers records in it, and what
+# a model from elsewhere may have: none of it changes what the weights compute.
 FREE = {"mixing_backend", "mixing_init"}
 FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
+FREE |= {"bos_token_id", "pad_token_id", "initializer_range"}
 
 
 def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:

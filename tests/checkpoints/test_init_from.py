@@ -7,6 +7,7 @@ import shutil
 import pytest
 from runs import read_lines, refusal
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mixer.export import export
 from mixer.training.config import load_config
@@ -46,6 +47,24 @@ def test_a_run_starts_from_given_weights_and_a_resume_needs_them_no_more(
     assert [line["step"] for line in read_lines(tmp_path / "runs/tuned") if "lr" in line] == [
         *range(1, 7)
     ]
+
+
+def test_a_run_starts_from_a_llama_of_the_hub(write_config, finished, tmp_path):
+    """Its configuration names tokens of its tokenizer, which change no weight."""
+    source, tokenizer = tmp_path / "llama", AutoTokenizer.from_pretrained(finished / "step-12")
+    tokenizer.save_pretrained(source)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 16}
+    about = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    about |= {"bos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.006}
+    LlamaForCausalLM(LlamaConfig(**sizes, **about)).save_pretrained(source)
+    how = [f"model.{name}={size}" for name, size in sizes.items()]
+    how += ["model.architecture=llama", "model.layer_norm_eps=1e-6", "train.steps=1", "optim.lr=0"]
+    how += [f"train.init_from={source}", "name=tuned", "optim.warmup_steps=0"]
+    train(load_config(str(write_config()), how))
+    weights = load_file(source / "model.safetensors")
+    written = load_file(tmp_path / "runs/tuned/step-1/model.safetensors")
+    assert all((written[name] == weight).all() for name, weight in weights.items())
 
 
 def swap_merges(source) -> None:
