@@ -21,16 +21,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.reference_format import (
-    ASSUMED,
-    STRUCTURED,
-    from_reference,
-    read_weights,
-    to_reference,
-)
+from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_new, check_writable, whole_file
 from mixer.data.tokenizer import existing_tokenizer
+from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv
 
 
@@ -96,7 +91,8 @@ def main() -> None:
     one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
     how = "from a checkpoint to one with mixing weights of this form"
     one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
-    add("--mixing", choices=STRUCTURED, help="of a structured mixer: how its heads mix")
+    forms = ("lags", *RECURRENT)
+    add("--mixing", choices=forms, help="of a structured mixer: how its heads mix")
     options = parser.parse_args()
     if options.mixing_weight:
         convert_mixing(options.source, options.output, options.mixing_weight)

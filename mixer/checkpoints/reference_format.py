@@ -42,7 +42,6 @@ SHARED = (
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
     *("mixing_init", "zero_init", "kaiming_init", "mixing_backend"),
 )
-STRUCTURED = ("lags", *RECURRENT)  # mixing weights of structured mixers
 EMBEDDING, BLOCKS = "model.embed_tokens", "model.layers"
 Weights = Mapping[str, Tensor]
 
@@ -117,7 +116,7 @@ def from_reference(source: Weights, mixing: str | None = None) -> MaskedMixerFor
     """
     is_structured = any("mixer_blocks." in key for key in source)
     form = STRUCTURED_MIXER if is_structured else LANGUAGE_MIXER
-    if (mixing in STRUCTURED) != is_structured:
+    if (mixing is not None) != is_structured:
         raise UserError(
             f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: nothing "
             "for a LanguageMixer, and for a structured mixer lags (the author's Toeplitz layers), "
@@ -139,9 +138,8 @@ def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
     Raises UserError for a model that the author's code does not have.
     """
     config = model.config
-    is_toeplitz = config.mixing_weight == "lags" and config.mlp_first
-    is_structured = config.mixing_weight in RECURRENT or is_toeplitz
-    form = STRUCTURED_MIXER if is_structured else LANGUAGE_MIXER
+    forms = (*RECURRENT, "lags") if config.mlp_first else RECURRENT
+    form = STRUCTURED_MIXER if config.mixing_weight in forms else LANGUAGE_MIXER
     has = MaskedMixerConfig(**form.fixed)
     absent = [
         f"{name} = {getattr(config, name)}"
@@ -157,9 +155,9 @@ def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
         )
     tensors = model.state_dict()
     if form is LANGUAGE_MIXER:
-        tensors = {name: x for name, x in tensors.items() if not name.endswith(".lags")}
         for name, module in model.named_modules():
             if isinstance(module, TriangularConv):
+                tensors.pop(f"{name}.lags", None)
                 tensors[f"{name}.weight"] = module.mixing_weight().detach().tril()
     return {
         key: _decay(key, piece).clone(memory_format=torch.contiguous_format)
