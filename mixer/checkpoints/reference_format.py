@@ -12,7 +12,8 @@ saved once (safetensors.torch.save_model). ASSUMED is what a state dict does not
 
 MLPMixer, the structured one, has each block's MLP first, with SiLU, and saves a decay as d, here
 1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
-has heads by column. Keys and shapes do not tell them apart, nor from weights by lag.
+has heads by column. Keys and shapes do not tell them apart, nor from weights by lag. Heads that are
+one layer, ParallelRepeatHeads, are read as the separate ones of MixedRepeatHeads.
 """
 
 import itertools
@@ -43,6 +44,7 @@ SHARED = (
     *("mixing_init", "zero_init", "kaiming_init", "mixing_backend"),
 )
 EMBEDDING, BLOCKS = "model.embed_tokens", "model.layers"
+PARALLEL = ".mixer_heads.weight"  # of all heads of a structured mixer, where they are one layer
 Weights = Mapping[str, Tensor]
 
 
@@ -116,13 +118,15 @@ def from_reference(source: Weights, mixing: str | None = None) -> MaskedMixerFor
     """
     is_structured = any("mixer_blocks." in key for key in source)
     form = STRUCTURED_MIXER if is_structured else LANGUAGE_MIXER
-    if (mixing is not None) != is_structured:
+    is_parallel = any(key.endswith(PARALLEL) for key in source)
+    if (mixing is not None) != is_structured or (is_parallel and mixing != "mixed"):
         raise UserError(
             f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: nothing "
             "for a LanguageMixer, and for a structured mixer lags (the author's Toeplitz layers), "
-            "rows (ColRepeat), columns (RowRepeat) or mixed (MixedRepeatHeads)"
+            "rows (ColRepeat), columns (RowRepeat) or mixed (MixedRepeatHeads, and always for "
+            "ParallelRepeatHeads)"
         )
-    source = _with_known_names(source)
+    source = _with_separate_heads(_with_known_names(source))
     model = MaskedMixerForCausalLM(_config(source, form, mixing)).eval()
     _fill(dict(_pieces(model.state_dict(), model.config, form)), source, form)
     for name, parameter in model.named_parameters():
@@ -206,6 +210,25 @@ def _with_known_names(source: Weights) -> dict[str, Tensor]:
     if len(known) < len(source):
         raise UserError("the weights have keys that differ in model. or module. before them alone")
     return known
+
+
+def _with_separate_heads(source: Weights) -> dict[str, Tensor]:
+    """The state dict with each head of ParallelRepeatHeads by itself, as in MixedRepeatHeads. All
+    have the second of the layer's two decays: the author's code never reads the first.
+    """
+    names = {"in_proj": "proj_head", "mixer_heads": "mixer_heads"}
+    separate = {}
+    for key, tensor in source.items():
+        place, name, kind = ("", *key.rsplit(".", 2))[-3:]
+        if name not in names or f"{place}{PARALLEL}" not in source:
+            separate[key] = tensor
+            continue
+        heads = len(source[f"{place}{PARALLEL}"])
+        pieces = [tensor[-1]] * heads if kind == "decay_value" else tensor.chunk(heads)
+        for head, piece in enumerate(pieces):
+            piece = piece.flatten() if kind == "bias" else piece
+            separate[f"{place}.{names[name]}.{head}.{kind}"] = piece
+    return separate
 
 
 def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerConfig:

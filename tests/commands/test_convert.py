@@ -175,6 +175,18 @@ def test_structured_mixers_convert_both_ways_with_equal_logits(
     torch.testing.assert_close(again(ids), expected, rtol=0, atol=1e-5)
 
 
+def test_parallel_heads_convert_and_go_back_as_separate_ones_with_equal_logits():
+    reference, ids = RecurrentReference(["parallel"], 1024, True), tokens(2, 700)
+    expected, source = reference(ids), reference.state_dict()
+    model = from_reference(source, "mixed")
+    torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-4)
+    again = RecurrentReference(["col", "col", "row", "row"], 1024, True)
+    again.load_state_dict(to_reference(model))
+    torch.testing.assert_close(again(ids), expected, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="--mixing is rows; allowed: .*ParallelRepeatHeads"):
+        from_reference(source, "rows")
+
+
 def test_structured_mixers_that_do_not_convert_are_refused(tmp_path):
     weights = RecurrentReference(["col", "row"], 512, True).state_dict()
     weights["mixer_blocks.1.extra"] = weights.pop("mixer_blocks.1.token_norm.bias")

@@ -49,6 +49,32 @@ class Heads(nn.Module):
         return self.out_proj(y.mT).mT if self.projections else y
 
 
+class ParallelHeads(nn.Module):
+    """Four heads as one layer, which has its numbers for tokens that take in the first two, and for
+    tokens that give in the others. Only the second of its decays is used.
+    """
+
+    def __init__(self, width: int, context: int):
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.mixer_heads, self.span = nn.Module(), max(1, context // 512)
+        self.mixer_heads.weight = nn.Parameter(torch.randn(4, context) / context**0.5)
+        self.mixer_heads.bias = nn.Parameter(torch.randn(4, context))
+        self.mixer_heads.decay_value = nn.Parameter(torch.tensor([[0.91], [0.97]]))
+
+    def forward(self, x):
+        heads, tokens = self.mixer_heads, x.shape[-1]
+        place = torch.arange(tokens)
+        lag = (place - place[:, None]).clamp(min=0)  # (from, to)
+        take, give = heads.weight[:, :tokens].chunk(2)
+        square = (-1, tokens, tokens)
+        weight = torch.cat([take[:, None].expand(square), give[..., None].expand(square)])
+        weight = weight * heads.decay_value[1].clamp(0.9, 1) ** (lag / self.span)
+        y = self.in_proj(x.mT).mT.unflatten(1, (4, -1)) @ weight.triu()
+        y = y + heads.bias[:, None, :tokens]
+        return self.out_proj(y.flatten(1, 2).mT).mT
+
+
 class Block(nn.Module):
     def __init__(self, width: int, mixing: nn.Module):
         super().__init__()
@@ -64,7 +90,9 @@ class Block(nn.Module):
 
 
 class RecurrentReference(nn.Module):
-    """kinds: `col`, `row` or `lag` for each head, one for a mixer without heads."""
+    """kinds: `col`, `row` or `lag` for each head, one for a mixer without heads; `parallel` for
+    heads as one layer.
+    """
 
     def __init__(
         self,
@@ -78,15 +106,15 @@ class RecurrentReference(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.input_layer = nn.Embedding(vocabulary, width)
-        self.mixer_blocks = nn.ModuleList(
-            Block(
-                width,
-                Heads(width, context, kinds, decay, projections)
-                if len(kinds) > 1
-                else Repeat(context, kinds[0], decay),
-            )
-            for _ in range(2)
-        )
+
+        def mixing() -> nn.Module:
+            if kinds == ["parallel"]:
+                return ParallelHeads(width, context)
+            if len(kinds) == 1:
+                return Repeat(context, kinds[0], decay)
+            return Heads(width, context, kinds, decay, projections)
+
+        self.mixer_blocks = nn.ModuleList(Block(width, mixing()) for _ in range(2))
         self.output_layer = nn.Linear(width, vocabulary, bias=False)
         for norm in (part for part in self.modules() if isinstance(part, nn.LayerNorm)):
             nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
