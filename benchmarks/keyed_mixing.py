@@ -3,7 +3,8 @@
     python benchmarks/keyed_mixing.py --output PATH      # writes PATH.json, PATH.md
 
 bf16 with weights in float32, 65,536 tokens. Every result of the kernels is checked against plain
-PyTorch first. Softmax attention has as many channels in heads of 64, keys as long as values.
+PyTorch first. Softmax attention has as many channels in heads of 64, keys as long as values. SDPA
+chooses its kernels, on Hopper cuDNN's; its flash attention is timed too.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from saving import markdown, measured_by, origin, parser_of, save
 from timing import interleaved
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mixer.common.errors import UserError, run_command
 from mixer.ops import keyed, keyed_conv, plain, triangular_conv
@@ -38,6 +40,7 @@ NAMES = {
     "plain": "plain PyTorch",
     "compiled": "compiled",
     "attention": "softmax attention (SDPA)",
+    "flash": "its flash attention",
     "convolution": "triangular convolution alone",
 }
 ATTENTION_SIZE = 64
@@ -87,12 +90,17 @@ def mixings(heads: int) -> dict[str, Callable]:
         y = F.scaled_dot_product_attention(*parts, is_causal=True)
         return y.transpose(1, 2).flatten(2)
 
+    def flash(*tensors):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attention(*tensors)
+
     return {
         "kernels": lambda *tensors: keyed_conv(*tensors, backend="cuda"),
         "lags": lags,
         "plain": plain.keyed_conv,
         "compiled": torch.compile(plain.keyed_conv, dynamic=False),
         "attention": attention,
+        "flash": flash,
         "convolution": lambda _, __, value, weight, bias: triangular_conv(value, weight, bias),
     }
 
@@ -102,7 +110,7 @@ def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
     calls = mixings(heads)
     *tensors, dy = inputs(context, heads, keys, values)
     given = dict.fromkeys(calls, tensors)
-    given["attention"] = inputs(context, heads, values, values)[:-1]
+    given["attention"] = given["flash"] = inputs(context, heads, values, values)[:-1]
     given["lags"] = by_lag(tensors)
     leaves = {name: [x.detach().requires_grad_() for x in given[name]] for name in calls}
 
