@@ -3,6 +3,8 @@
 python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 """
 
+import math
+
 from transformers import GenerationConfig, set_seed
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
@@ -20,7 +22,7 @@ def continuations(
     """Each prompt and its continuation, all in one batch, sampled from the 50 likeliest tokens, or
     greedy at temperature 0. Raises UserError for whatever cannot be used, and too little memory.
     """
-    if not (new_tokens > 0 and temperature >= 0 and 0 <= seed < 2**32):
+    if not (new_tokens > 0 and 0 <= temperature < math.inf and 0 <= seed < 2**32):
         said = f"--new-tokens {new_tokens} --temperature {temperature:g} --seed {seed}"
         raise UserError(f"{said}; allowed: 1 or more, 0 or more, and 0 to 2**32 - 1")
     for prompt in prompts:

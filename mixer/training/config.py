@@ -153,7 +153,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
             try:
                 value = parse_yaml(value)
             except yaml.YAMLError as error:
-                problems.append(f"{key}: {value!r} cannot be read as a YAML value: {error}")
+                cause = getattr(error, "problem", None) or error  # without a copy of the text
+                problems.append(f"{key}: {value!r} cannot be read as a YAML value: {cause}")
                 continue
         entries.append((key, value, "command line"))
     for key, value, origin in entries:

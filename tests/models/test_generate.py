@@ -224,6 +224,7 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
     for prompt, temperature, seed, words in (
         ("def", -1.0, 0, "--temperature -1 --seed 0; allowed: 1 or more, 0 or more"),
         ("def", float("nan"), 0, "--temperature nan"),
+        ("def", float("inf"), 0, "--temperature inf"),
         ("a\udcff", 0.0, 0, r"a prompt is 'a\\udcff'; allowed: a token"),
         ("def", 0.0, -1, "--seed -1; allowed: .*0 to"),
     ):
