@@ -15,8 +15,7 @@ from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
-from mixer.optimizers.chained import Guard, clip, gradient_norm
-from mixer.training.optim import OptimConfig, build_optimizer
+from mixer.training.optim import Guard, OptimConfig, build_optimizer, clip, gradient_norm
 from mixer.training.passes import Objective, compiled, compiled_parts, set_recompute
 
 

@@ -16,7 +16,7 @@ ORDER = [
     {"common"},
     {"ops"},
     {"models"},
-    {"reporting", "data", "distributed", "optimizers"},
+    {"reporting", "data", "distributed"},
     {"checkpoints"},
     {"training", "evaluation"},
     {"comparison"},

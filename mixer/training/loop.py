@@ -17,10 +17,16 @@ from mixer.common.hardware import check_precision, memory_for
 from mixer.data.prepare import open_data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
-from mixer.optimizers.chained import Guard, clip, gradient_norm
 from mixer.training.config import RunConfig
 from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
-from mixer.training.optim import check_optimizer, learning_rate, set_learning_rate
+from mixer.training.optim import (
+    Guard,
+    check_optimizer,
+    clip,
+    gradient_norm,
+    learning_rate,
+    set_learning_rate,
+)
 from mixer.training.passes import useful_flops
 from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
 

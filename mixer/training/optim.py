@@ -1,4 +1,5 @@
-"""Which parameter is trained by which optimizer, and the learning rate as a function of the step.
+"""Which parameter is trained by which optimizer, the learning rate as a function of the step, and
+what happens to gradients before it: their norm, clipping, and a guard against those not finite.
 
 To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS.
 """
@@ -9,13 +10,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from mixer.common.errors import UserError
+from mixer.common.errors import NotFinite, UserError
 from mixer.common.options import option
-from mixer.optimizers.chained import ChainedOptimizer
-from mixer.optimizers.updates import Muon, SharedLagsAdamW
+from mixer.training.updates import ChainedOptimizer, Muon, SharedLagsAdamW, gradients_of
 
+MOST_SKIPPED = 50  # so many skipped steps in a row end a run
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 Processes = dist.ProcessGroup | None  # that hold the same model and may share work
 Compile = Callable[[Callable], Callable] | None  # makes functions of whole parameters faster
@@ -175,3 +177,74 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Each group gets the rate times its own `lr_factor`, where it has one."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_factor", 1.0)
+
+
+# ------------------------------------------------------------------------- before a step
+
+
+def gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """The norm of all gradients, also where they are sharded over the processes."""
+    norm = torch.nn.utils.get_total_norm(gradients_of(optimizer))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
+    """Makes the optimizer's next step use gradients whose norm is at most `limit`; 0 is no limit.
+
+    The optimizer divides the gradients as it reads them, by what torch's optimizers call
+    `grad_scale`. torch.nn.utils.clip_grad_norm_ would read and write all of them once more.
+    """
+    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+
+
+class Guard:
+    """Skips each optimizer step whose gradient is not finite, without waiting for the device: the
+    optimizer leaves everything as it is where its `found_inf` is 1. With fp16 GradScaler does that
+    (`scaled`). With `stop_at_first`, all steps after the first such one are skipped too. `look` is
+    the one place that waits, and belongs where the loop waits anyway.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaled: bool,
+        stop_at_first: bool,
+        device: torch.device,
+    ):
+        self.optimizer, self.scaled = optimizer, scaled
+        self.stop_at_first = stop_at_first and not scaled  # fp16 overflows now and then
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # since the last look
+        self.in_a_row = torch.zeros_like(self.skipped)  # up to the last step
+
+    def before_step(self, gradient_norm: Tensor) -> None:
+        """To be called with the gradient's norm before each step of the optimizer."""
+        bad = ~torch.isfinite(gradient_norm)
+        if self.stop_at_first:
+            bad = bad | (self.in_a_row > 0)
+        if not self.scaled:
+            self.optimizer.found_inf = bad.float()
+        self.skipped += bad
+        self.in_a_row = torch.where(bad, self.in_a_row + 1, 0)
+
+    def look(self, step: int) -> int:
+        """How many steps were skipped since the last look, when `step` is done. Waits for the
+        device. Raises NotFinite where the skipped steps must end the run.
+        """
+        skipped, in_a_row = torch.stack([self.skipped, self.in_a_row]).tolist()
+        self.skipped.zero_()
+        allowed = 1 if self.stop_at_first else MOST_SKIPPED
+        if in_a_row >= allowed:
+            advice = "lower optim.lr or raise optim.warmup_steps"
+            found = f"the gradient of step {step - in_a_row + 1} is not finite"
+            if self.stop_at_first:
+                advice += " (or set train.non_finite=skip, to skip such steps)"
+            else:
+                found += f", and {in_a_row} steps in a row were skipped, up to step {step}; "
+                found += f"allowed: fewer than {MOST_SKIPPED}"
+            if self.scaled:
+                advice = "set train.mixed_precision=bf16 or no"
+            raise NotFinite(
+                f"{found}. The weights did not change: {advice} and run the same command again, "
+                "which goes on from the last checkpoint"
+            )
+        return skipped

@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from mixer.optimizers.chained import ChainedOptimizer
 from mixer.training import loop, passes
+from mixer.training.updates import ChainedOptimizer
 
 
 def scaled_in_fp32(init_scale: float = 2.0**127) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import small_model, tokens
 
-from mixer.optimizers.chained import ChainedOptimizer, clip, gradient_norm
-from mixer.training.optim import OptimConfig, build_optimizer
+from mixer.training.optim import OptimConfig, build_optimizer, clip, gradient_norm
+from mixer.training.updates import ChainedOptimizer
 
 
 def recipe(model):

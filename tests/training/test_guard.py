@@ -8,7 +8,7 @@ from bad_numbers import scaled_in_fp32
 from runs import RECIPE, assert_same, read_lines
 
 from mixer.checkpoints.checkpoint import damage
-from mixer.optimizers import chained
+from mixer.training import optim
 
 LONG = {"steps": 200, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
 
@@ -75,7 +75,7 @@ def test_skipping_counts_the_steps_and_leaves_the_weights_as_if_they_had_not_bee
 
 def bad_and_impatient() -> None:
     bad_loss_at()
-    chained.MOST_SKIPPED = 4
+    optim.MOST_SKIPPED = 4
 
 
 def scaled_and_bad() -> None:

@@ -1,5 +1,5 @@
-"""Updates that torch does not have: Muon, and AdamW for mixing weights that also learn as their
-lags. Both read `found_inf` and `grad_scale`, as torch's fused optimizers do: see chained.py.
+"""Optimizers that torch does not have: Muon, AdamW for mixing weights that also learn as their
+lags, and several that act as one. All read `found_inf` and `grad_scale`, as torch's fused ones do.
 """
 
 import math
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixer.ops.plain import diagonal_sums, toeplitz
-from mixer.optimizers.chained import skip_and_scale
 
 MATRICES = 16  # that are worked on together: more need more memory, and far more time to compile
 A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
@@ -240,3 +239,58 @@ class SharedLagsAdamW(torch.optim.AdamW):
         rate = (group["lr"] * group["shared_lags"] / (1 - beta1**step)).to(first.dtype)
         change = rate * first / (second.sqrt() / root + group["eps"])
         weight -= toeplitz(torch.where(live, change, 0), weight.shape[-1])
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """One optimizer of several, each with parameters of its own.
+
+    It has the groups of all of them and one state for all, so that accelerate, GradScaler and
+    checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
+    guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
+    clipping). For parts that do not know both (`_step_supports_amp_scaling`), gradients are divided
+    here, or set to zero, so that NaN never reaches a weight.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = list(parts)
+        self._share()
+
+    def __setstate__(self, state: dict) -> None:
+        """Loading a state, as accelerate does to prepare an optimizer, makes new objects."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Gives the parts the groups and the state of the whole: the same objects, not copies."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        for part in self.parts:
+            if getattr(part, "_step_supports_amp_scaling", False):
+                part.found_inf = getattr(self, "found_inf", None)
+                part.grad_scale = getattr(self, "grad_scale", None)
+            else:
+                for gradient in gradients_of(part):
+                    skip, scale = skip_and_scale(self, gradient.device)
+                    gradient.div_(scale).masked_fill_(skip > 0, 0)
+            part.step()
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def skip_and_scale(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of a step: 1 if it is to change nothing, else 0, and what gradients are divided by."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    scale = getattr(optimizer, "grad_scale", None)
+    skip = torch.zeros((), device=device) if found_inf is None else found_inf.to(device)
+    return skip, torch.ones((), device=device) if scale is None else scale.to(device)

@@ -1,4 +1,4 @@
-"""Promises of mixer/optimizers: Muon's and shared lags' updates are what they are said to be."""
+"""Muon's and shared lags' updates are what mixer/training/updates.py says."""
 
 import pytest
 import torch
@@ -6,9 +6,18 @@ from models import small_model
 from torch import nn
 
 from mixer.ops.plain import diagonal_sums, triangular_conv
-from mixer.optimizers.chained import ChainedOptimizer
-from mixer.optimizers.updates import STEPS, A, B, C, Muon, SharedLagsAdamW, iterate, normalized
 from mixer.training.optim import OptimConfig, build_optimizer
+from mixer.training.updates import (
+    STEPS,
+    A,
+    B,
+    C,
+    ChainedOptimizer,
+    Muon,
+    SharedLagsAdamW,
+    iterate,
+    normalized,
+)
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
 
