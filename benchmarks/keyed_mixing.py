@@ -50,7 +50,7 @@ ROUNDS, BATCH_MS = 9, 20.0
 def main() -> None:
     parser = parser_of(__doc__)
     options = parser.parse_args()
-    context, *sizes = SHAPES[0]
+    context, _, *sizes = SHAPES[0]
     if not keyed.kernels_serve(torch.device(DEVICE, 0), torch.bfloat16, *sizes, context):
         raise UserError("nothing to measure: this GPU does not run the kernels of keyed mixing")
     result = measured_by(options) | {"rows": []}

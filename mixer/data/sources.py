@@ -48,10 +48,20 @@ class Part:
 
 
 def source_parts(config: DataConfig) -> list[Part]:
-    """The parts of the source, in order. Raises UserError if there are none."""
+    """The parts of the source, in order. Raises UserError if there are none, or if the rows of a
+    file would become one document.
+    """
     if config.source == "hub":
         return [Part(config)]
     files = _builtin_files(config) if config.source == "builtin" else local_files(config)
+    for file in files if config.source == "text" else ():
+        name = file.name.lower()
+        kind = next((kind for kind, ends in SUFFIXES.items() if name.endswith(ends)), "")
+        if kind and ".json" not in (file.suffix, Path(file.stem).suffix):  # a text, of source code
+            raise UserError(
+                f"{file} has a document in each row, and data.source=text takes it for one: give "
+                f"data.source={kind}, or a data.path without it"
+            )
     return [Part(config, file) for file in files]
 
 

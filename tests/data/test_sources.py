@@ -48,7 +48,8 @@ def test_lines_are_read_alike_whatever_compresses_them(tmp_path, suffix):
     data = b"\xef\xbb\xbf" + lines(rows[:1]) + b"\n" + lines(rows[1:])
     file.write_bytes(COMPRESSIONS[suffix](data))
     assert documents_of(settings(tmp_path)) == [row["text"] for row in rows]
-    text = DataConfig(source="text", path=str(file))
+    (tmp_path / f"whole.txt{suffix}").write_bytes(COMPRESSIONS[suffix](data))
+    text = DataConfig(source="text", path=f"{tmp_path}/*.txt*")
     assert documents_of(text) == [data.decode()]
     for line, problem in ((b'{"text": "\\ud83d"}\n', "surrogates"), (b'{"text": \n', "Expecting")):
         file.write_bytes(COMPRESSIONS[suffix](data + line + lines(rows)))
@@ -171,6 +172,19 @@ def test_a_dataset_saved_to_disk_is_named_where_it_is_no_source(tmp_path):
     for source in ("jsonl", "parquet", "text"):
         with pytest.raises(UserError, match="saved was written by save_to_disk.*data.source=hub"):
             documents_of(DataConfig(source=source, path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("a.jsonl", "jsonl"), ("A.NDJSON.bz2", "jsonl"), ("b.parquet", "parquet")]
+)
+def test_rows_are_not_taken_for_one_document(tmp_path, name, kind):
+    (tmp_path / "notes.txt").write_text("one")
+    (tmp_path / "package.json").write_text("{}")  # belongs to source code
+    config = DataConfig(source="text", path=str(tmp_path))
+    assert sorted(documents_of(config)) == ["one", "{}"]
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=f"{name} has a document in each row.*source={kind}"):
+        documents_of(config)
 
 
 # --- other sources -----------------------------------------------------------
