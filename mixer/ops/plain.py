@@ -269,24 +269,14 @@ def mix_row(
 
 def toeplitz(lags: Tensor, tokens: int) -> Tensor:
     """The weight of the first `tokens` tokens: (..., context) -> (..., tokens, tokens), zero above
-    the diagonal. Its gradient is summed along the diagonals in a fixed order.
+    the diagonal. All that torch derives works, and gradients are summed in a fixed order.
     """
-    return _Toeplitz.apply(lags, tokens)
-
-
-class _Toeplitz(torch.autograd.Function):
-    """Autograd's own gradient would add each number to its lag by an atomic operation."""
-
-    @staticmethod
-    def forward(ctx, lags: Tensor, tokens: int) -> Tensor:
-        ctx.context = lags.shape[-1]
-        position = torch.arange(tokens, device=lags.device)
-        return lags_at(lags, position[:, None] - position)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        sums = diagonal_sums(gradient)
-        return F.pad(sums, (0, ctx.context - sums.shape[-1])), None
+    lags = lags[..., :tokens]
+    # In rows of 2 tokens numbers that are read in rows of one number less, each begins one further
+    # to the left than the one before.
+    row = torch.cat([lags[..., :1], F.pad(lags[..., 1:].flip(-1), (tokens, 0))], -1)
+    rows = row[..., None, :].expand(*row.shape[:-1], tokens, -1).flatten(-2)[..., :-tokens]
+    return rows.unflatten(-1, (tokens, 2 * tokens - 1))[..., :tokens]
 
 
 def lags_at(lags: Tensor, lag: Tensor) -> Tensor:

@@ -106,42 +106,45 @@ def test_output_and_gradients_are_those_of_a_masked_conv1d(backend, by_lag, shap
     assert torch.count_nonzero(above) == 0
 
 
-def hessian_product(backend: str) -> torch.Tensor:
+def hessian_product(backend: str, by_lag: bool) -> torch.Tensor:
     """Of a network whose loss is differentiated twice in its first weight, by torch.autograd.grad,
     which goes round the error of torch's once_differentiable.
     """
-    x, weight, bias, residual = make(9, 12, 6, 2, 2, 3)
-    loss = triangular_conv(x.tanh(), weight, bias, residual, backend=backend).pow(3).sum()
+    x, weight, bias, residual = make(9, 12, 6, 2, 2, 3, by_lag=by_lag)
+    loss = convolve(backend)(x.tanh(), weight, bias, residual).pow(3).sum()
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
     return torch.autograd.grad(gradient, weight, torch.ones_like(weight), allow_unused=True)[0]
 
 
-def penalty(backend: str) -> torch.Tensor:
+def penalty(backend: str, by_lag: bool) -> torch.Tensor:
     """A gradient that does not depend on x, but on the weight: torch sees no graph behind it."""
-    x, weight, bias, residual = make(9, 12, 6, 2, 2, 3)
-    loss = triangular_conv(x, weight, bias, residual, backend=backend).sum()
+    x, weight, bias, residual = make(9, 12, 6, 2, 2, 3, by_lag=by_lag)
+    loss = convolve(backend)(x, weight, bias, residual).sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     return torch.autograd.grad((weight.sum() + gradient.square().sum()), weight)[0] - 1
 
 
-def transform(backend: str) -> torch.Tensor:
-    x, weight, bias, residual = (t.detach() for t in make(9, 12, 6, 2, 2, 3))
+def transform(backend: str, by_lag: bool) -> torch.Tensor:
+    x, weight, bias, residual = (t.detach() for t in make(9, 12, 6, 2, 2, 3, by_lag=by_lag))
 
     def loss(weight: torch.Tensor) -> torch.Tensor:
-        return triangular_conv(x, weight, bias, residual, backend=backend).pow(3).sum()
+        return convolve(backend)(x, weight, bias, residual).pow(3).sum()
 
     return torch.func.grad(loss)(weight)
 
 
+@pytest.mark.parametrize("by_lag", [False, True], ids=["weight", "lags"])
 @pytest.mark.parametrize("derivative", [hessian_product, penalty, transform])
-def test_derivatives_that_the_kernels_do_not_have_are_refused_and_never_left_out(derivative):
-    assert derivative("dense").abs().max() > 1
+def test_derivatives_that_the_kernels_do_not_have_are_refused_and_never_left_out(
+    derivative, by_lag
+):
+    assert derivative("dense", by_lag).abs().max() > 1
     # Of transforms torch itself says that; of second derivatives we do.
     said = "with functorch transforms" if derivative is transform else "'dense' alone: use it"
     with pytest.raises(RuntimeError, match=said):
-        derivative("cuda")
+        derivative("cuda", by_lag)
     with FlopCounterMode(display=False), pytest.raises(RuntimeError, match=said):
-        derivative("cuda")
+        derivative("cuda", by_lag)
 
 
 @pytest.mark.parametrize("by_lag", [False, True], ids=["weight", "lags"])
