@@ -11,7 +11,7 @@ from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
-from mixer.evaluation.scoring import choose_device, extend_to
+from mixer.evaluation.scoring import check_length, choose_device
 
 GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
 
@@ -41,7 +41,7 @@ def continuations(
         ids = inputs.input_ids  # (prompts, tokens)
         check_token(int(ids.max()), model, "a prompt")
         given = f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}"
-        extend_to(ids.shape[1] + new_tokens, model, checkpoint, given)
+        check_length(ids.shape[1] + new_tokens, model, checkpoint, given)
         # Whatever generation_config.json says: beams, several texts for a prompt, another output.
         eos = model.generation_config.eos_token_id
         model.generation_config = GenerationConfig(eos_token_id=eos)

@@ -109,7 +109,7 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     if not 0 < stride <= window:
         said = f"the window of {options.checkpoint} is {window}, the stride {stride}"
         raise UserError(f"{said}: give --window N, and --stride 1..window")
-    scoring.extend_to(window, model, options.checkpoint, f"--window is {window}")
+    scoring.check_length(window, model, options.checkpoint, f"--window is {window}")
     return window, stride
 
 
@@ -134,7 +134,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 def _evaluate(options: EvalOptions, place: Place) -> dict:
     directory, (device, _, processes) = Path(options.checkpoint), place
     model, tokenizer = load_checkpoint(directory, device, options.backend)
-    found = describe_model(directory, model, tokenizer)  # before a window extends its context
+    found = describe_model(directory, model, tokenizer)
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)

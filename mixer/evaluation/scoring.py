@@ -81,17 +81,12 @@ def context_of(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def extend_to(tokens: int, model: PreTrainedModel, checkpoint: str, given: str) -> None:
-    """Extends a model with mixing weights by lag to so many tokens. Raises UserError, which begins
-    with what was `given`, for another one that does not read as many.
-    """
+def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: str) -> None:
+    """Raises UserError, which begins with what was `given`, if a model reads fewer tokens."""
     context = context_of(model) or tokens
-    form = getattr(model.config, "mixing_weight", None)
-    if tokens > context and form == "lags":
-        model.extend_context(tokens)
-    elif tokens > getattr(model.config, "longest_text", context):
+    if tokens > getattr(model.config, "longest_text", context):
         problem = f"{given}, and the context of {checkpoint} is {context}: ask for fewer tokens"
-        if form == "full":
+        if hasattr(model.config, "mixing_weight"):
             problem += ", or give the model mixing weights by lag, which read further: "
             problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"
         raise UserError(problem)

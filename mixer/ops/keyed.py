@@ -53,7 +53,8 @@ def keyed_conv(
         weight: (heads, 1, context, context), out then in, with context >= tokens, in their dtype or
             fp32. The strictly upper triangle is never read, and its gradient is exactly zero.
         bias: (heads, context), in the dtype of weight or lags.
-        lags: (heads, 1, context), in place of weight. Those from tokens on are not read.
+        lags: (heads, 1, context), in place of weight. With more tokens than that, all of the above
+            is of the last `context` of them for each, with the last bias, by plain PyTorch.
         decay: (heads,) fp32, none negative, with lags alone; has no gradient. None: without the
             second term.
         backend: "cuda" or "auto" for our kernels, which keep no product of two tokens in memory,
@@ -72,7 +73,8 @@ def keyed_conv(
     _check(query, key, value, weight, bias, lags, decay, backend)
     heads, context = bias.shape
     sizes = (query.shape[-1] // heads, value.shape[-1] // heads, context)
-    if backend != "dense" and kernels_serve(query.device, query.dtype, *sizes):
+    fits = query.shape[1] <= context
+    if backend != "dense" and fits and kernels_serve(query.device, query.dtype, *sizes):
         mixing = weight if lags is None else lags
         weights = weights_of(mixing, decay, query.shape[1], query.dtype)
         return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
@@ -90,7 +92,7 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
         and bias.shape == (heads, context := mixing.shape[-1])
         and mixing.shape == ((heads, 1, context, context) if lags is None else (heads, 1, context))
         and (decay is None or lags is not None and decay.shape == (heads,))
-        and 1 <= tokens <= context
+        and 1 <= tokens <= (context if lags is None else tokens)
         and key.shape == query.shape
         and value.shape[:2] == (batch, tokens)
         and width % heads == 0
@@ -101,8 +103,8 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
     )
     allowed = (
         "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, channels) "
-        "of one dtype; either weight (heads, 1, context, context) or lags (heads, 1, context) with "
-        "context >= tokens, and bias (heads, context), both of that dtype or float32; with lags "
+        "of one dtype; either weight (heads, 1, context, context) with context >= tokens, or lags "
+        "(heads, 1, context), and bias (heads, context), both of that dtype or float32; with lags "
         "also decay (heads,)"
     )
     given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}

@@ -75,7 +75,9 @@ def triangular_conv(
     write it in PyTorch.
     """
     tokens = x.shape[1]
-    weight = toeplitz(lags, tokens) if weight is None else weight
+    if weight is None:
+        lags, bias = for_tokens(tokens, lags, bias)
+        weight = toeplitz(lags, tokens)
     heads, taps = weight.shape[:2]
     mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
@@ -123,8 +125,7 @@ def mix_rows(
     products = (rows.flatten(2, 3) @ memory).unflatten(2, (taps, new))
     # A shift over the channels may come before or after the mixing of tokens. Shifting the few
     # results is cheaper than shifting all inputs.
-    y = bias[:, positions].transpose(0, 1)[..., None]  # (batch or 1, heads, new, 1)
-    y = y.to(products.dtype)
+    y = at(positions, bias)[..., None].to(products.dtype)  # (batch or 1, heads, new, 1)
     for tap in range(taps):
         y = y + seen_by_tap(products[:, :, tap], tap, taps)
     y = y.transpose(1, 2).flatten(2)
@@ -191,24 +192,33 @@ def keyed_conv(
     """Keyed mixing of whole texts, one panel of rows after another: in memory are the products of
     a panel's queries with the keys up to its last row.
     """
-    tokens, found = query.shape[1], []
-    weight = weight_by_lag(lags, decay, tokens) if weight is None else weight
+    tokens, context, found = query.shape[1], bias.shape[-1], []
+    if weight is None:
+        weight = weight_by_lag(lags, decay, tokens)
+        _, bias = for_tokens(tokens, lags, bias)
     query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
     positions = torch.arange(tokens, device=query.device)
     height = max(PANEL_ROWS, -(-tokens // PANELS))
     for start in range(0, tokens, height):
-        end = min(start + height, tokens)
-        rows = weight[:, 0, start:end, :end].tril(start)
-        part = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
-        found.append(mix_keyed(*part, rows, bias[:, start:end], positions[None, start:end]))
+        end, first = min(start + height, tokens), max(0, start + 1 - context)
+        rows = weight[:, 0, start:end, first:end].tril(start - first)
+        part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        places = positions[None, start:end] - first
+        found.append(mix_keyed(*part, rows, bias[:, start:end], places, context))
     return torch.cat(found, 1)
 
 
 def mix_keyed(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, bias: Tensor, positions: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    bias: Tensor,
+    positions: Tensor,
+    context: int,
 ) -> Tensor:
     """Keyed mixing of some tokens: how well keys fit a query, over the mean of those up to its
-    position, times the weight's row.
+    position, the last `context` of them, times the weight's row.
 
     Args:
         query: (batch, heads, new, size of a key).
@@ -220,12 +230,12 @@ def mix_keyed(
         (batch, new, channels); what fits is at least fp32.
     """
     products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
-    places = positions[:, None, :, None]
-    later = torch.arange(key.shape[2], device=key.device) > places
+    seen = window(positions, key.shape[2], context)
     wide = torch.promote_types(products.dtype, torch.float32)
     scores = products.to(wide) * query.shape[-1] ** -0.5
+    count = (positions[:, None, :, None] + 1).clamp(max=context)
     # 1 where all fit alike
-    fits = scores.masked_fill(later, -torch.inf).softmax(-1) * (places + 1)
+    fits = scores.masked_fill(~seen, -torch.inf).softmax(-1) * count
     y = (fits * rows.to(wide)).to(value.dtype) @ value
     return (y + bias[..., None].to(y.dtype)).transpose(1, 2).flatten(2)
 
@@ -238,8 +248,16 @@ def keyed_rows(
     those of `mix_rows`.
     """
     key, value = memory.split([query.shape[-1], memory.shape[-1] - query.shape[-1]], -1)
-    bias = bias[:, positions].transpose(0, 1)  # (batch or 1, heads, new)
-    return mix_keyed(query, key, value, rows[:, :, 0], bias, positions)
+    own, context = at(positions, bias), bias.shape[-1]
+    return mix_keyed(query, key, value, rows[:, :, 0], own, positions, context)
+
+
+def window(positions: Tensor, length: int, context: int) -> Tensor:
+    """Which of the first `length` tokens those at positions (batch or 1, new) see: themselves and
+    those before, the last `context` of them. (batch or 1, 1, new, length) bool.
+    """
+    place, own = torch.arange(length, device=positions.device), positions[:, None, :, None]
+    return (place <= own) & (place > own - context)
 
 
 def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -267,6 +285,25 @@ def mix_row(
 # ------------------------------------------------------------------------- weights by lag
 
 
+def for_tokens(tokens: int, lags: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Numbers by lag and by position, (..., context) each, for `tokens` tokens, which may be more:
+    further lags are zero, further positions have the number of the last.
+    """
+    more = tokens - lags.shape[-1]
+    if more <= 0:
+        return lags, last
+    if last is not None:
+        last = torch.cat([last, last[..., -1:].expand(*last.shape[:-1], more)], -1)
+    return F.pad(lags, (0, more)), last
+
+
+def at(positions: Tensor, numbers: Tensor) -> Tensor:
+    """numbers (heads, context) at positions (batch or 1, new), beyond the context the last one:
+    (batch or 1, heads, new).
+    """
+    return numbers[:, positions.clamp(max=numbers.shape[-1] - 1)].transpose(0, 1)
+
+
 def toeplitz(lags: Tensor, tokens: int) -> Tensor:
     """The weight of the first `tokens` tokens: (..., context) -> (..., tokens, tokens), zero above
     the diagonal. All that torch derives works, and gradients are summed in a fixed order.
@@ -280,8 +317,9 @@ def toeplitz(lags: Tensor, tokens: int) -> Tensor:
 
 
 def lags_at(lags: Tensor, lag: Tensor) -> Tensor:
-    """lags[..., lag], zero where a lag is negative: (..., context) -> (..., *shape of lag)."""
-    return torch.where(lag >= 0, lags[..., lag.clamp(min=0)], 0)
+    """lags[..., lag], zero where there is no such lag: (..., context) -> (..., *shape of lag)."""
+    known = lag.clamp(0, lags.shape[-1] - 1)
+    return torch.where(lag == known, lags[..., known], 0)
 
 
 def falling(decay: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -298,11 +336,11 @@ def weight_by_lag(lags: Tensor, decay: Tensor | None, tokens: int) -> Tensor:
     taps, tokens, tokens), zero above the diagonal. With decay, which keyed mixing has, a mean of
     the tokens so far is added, in which nearer ones count for more.
     """
-    weight = toeplitz(lags, tokens)
+    weight = toeplitz(for_tokens(tokens, lags, None)[0], tokens)
     if decay is None:
         return weight
-    by_lag, sums = falling(decay, tokens)
-    return weight + (toeplitz(by_lag, tokens) / sums[..., None])[:, None]
+    by_lag, sums = for_tokens(tokens, *falling(decay, lags.shape[-1]))
+    return weight + (toeplitz(by_lag, tokens) / sums[:, :tokens, None])[:, None]
 
 
 def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, length: int) -> Tensor:
@@ -314,7 +352,8 @@ def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, length: i
     rows = lags_at(lags, lag)  # (heads, taps, batch or 1, new, length)
     if decay is not None:
         by_lag, sums = falling(decay, lags.shape[-1])
-        rows = rows + (lags_at(by_lag, lag) / sums[:, positions][..., None])[:, None]
+        sums = at(positions, sums).transpose(0, 1)
+        rows = rows + (lags_at(by_lag, lag) / sums[..., None])[:, None]
     return rows.permute(2, 0, 1, 3, 4)
 
 

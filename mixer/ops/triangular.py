@@ -44,7 +44,8 @@ def triangular_conv(
 
     Args:
         x: (batch, tokens, channels) of any strides, in one of DTYPES: bf16, fp16, fp32 or fp64.
-            tokens <= context; a shorter input uses the weight's top-left corner.
+            tokens <= context; a shorter input uses the weight's top-left corner. With lags there
+            may be more tokens: each mixes the last `context` of them, by the last bias.
         weight: (heads, kernel_size, context, context), out then in; x's dtype or fp32. The
             strictly upper triangle is never read, and its gradient is exactly zero.
         lags: (heads, kernel_size, context), x's dtype or fp32, for a weight by lag.
@@ -71,6 +72,8 @@ def triangular_conv(
     _check(x, weight, lags, bias, residual, backend)
     given = weight if lags is None else lags
     if kernels_take(backend, x, given.shape[0]):
+        if weight is None:
+            given, bias = plain.for_tokens(x.shape[1], lags, bias)
         return cuda.triangular_conv(x, given, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
@@ -85,7 +88,7 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
         and (heads := given.shape[0]) > 0
         and given.shape[1] > 0  # taps
         and (context := given.shape[-1]) == given.shape[2]
-        and 1 <= x.shape[1] <= context
+        and 1 <= x.shape[1] <= (context if lags is None else x.shape[1])
         and x.shape[2] > 0
         and x.shape[2] % heads == 0
         and given.dtype in (x.dtype, torch.float32)
@@ -94,9 +97,9 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
     )
     allowed = (
         "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
-        "heads; either weight (heads, kernel_size, context, context) or lags (heads, kernel_size, "
-        "context) with context >= tokens, of x's dtype or float32; bias (heads, context) of their "
-        "dtype or None; residual as x or None"
+        "heads; either weight (heads, kernel_size, context, context) with context >= tokens, or "
+        "lags (heads, kernel_size, context), of x's dtype or float32; bias (heads, context) of "
+        "their dtype or None; residual as x or None"
     )
     tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
     require(fits, backend, "triangular_conv", allowed, **tensors)

@@ -196,7 +196,6 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
         found.append(evaluate_checkpoint(options))
     write_evaluation(found, tmp_path / "report")
     assert_png(tmp_path / "report" / "loss_by_position.png")
-    model.extend_context(96)
     tokens = validation_text(run / "data", 96, tokenizer).streams
     scores = evaluate_batches(model, window_batches(tokens, 96, 96, 16), 96)
     nats, counts = scores.nats_by_position, scores.count_by_position

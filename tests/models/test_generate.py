@@ -185,7 +185,7 @@ def test_what_cannot_be_generated_from_is_refused():
     cache = model(tokens(), use_cache=True).past_key_values
     narrow = torch.ones(3, 1)
     for call, words in (
-        (lambda: model(tokens(length=13)), "input has 13 tokens; .* the model's context of 12"),
+        (lambda: model(tokens(length=13)), "input has 13 tokens; .* at most 12, the context"),
         (lambda: model.generate(short, max_new_tokens=9), "4 tokens and 9 new .*, 13 together"),
         (lambda: model(short, past_key_values=cache), "has 4 tokens and the cache 12; "),
         (lambda: model(short, past_key_values=DynamicCache()), "DynamicCache given; .* a Mixing"),

@@ -118,20 +118,24 @@ def test_a_sum_cannot_forget_tokens():
         model.generate(tokens(1), max_new_tokens=4, prompt_lookup_num_tokens=2)
 
 
-@pytest.mark.parametrize("kind", ("lags", "keyed-lags"))
-def test_a_model_reads_and_writes_beyond_its_context(kind):
-    model, ids = small_model(**MIXINGS[kind]), tokens(batch=2, length=30)
-    before = model(ids[:, :12]).logits
-    with pytest.raises(ValueError, match="the input has 30 tokens; .* the model's context of 12"):
-        model(ids)
-    with pytest.raises(ValueError, match=r"or call model.extend_context\(38\)"):
-        generate(model, ids)
-    model.extend_context(40)
-    assert torch.allclose(model(ids).logits[:, :12], before, atol=1e-6)
-    written = generate(model, ids)
-    assert torch.equal(written, generate(model, ids, use_cache=False))
-    with pytest.raises(ValueError, match="mixing_weight 'full' .*; allowed: a longer context"):
-        small_model().extend_context(40)
+@pytest.mark.parametrize("kind", ("lags", "keyed-lags", "attention"))
+def test_by_lag_a_token_mixes_the_last_context_tokens_of_a_text_of_any_length(kind):
+    """In one layer it has the same logits in a text that begins so many tokens before it."""
+    options = MIXINGS["keyed-lags"] | {"mixer_attention": True, "mixer_key_size": 4}
+    options = MIXINGS.get(kind, options | {"mixer_rotary": True})
+    model = small_model(num_hidden_layers=1, **options).double()
+    ids = tokens(batch=2, length=30)
+    logits = model(ids).logits
+    for end in (12, 13, 30):
+        assert torch.allclose(model(ids[:, end - 12 : end]).logits[:, -1], logits[:, end - 1])
+    for how in ({}, {"cache_implementation": "static"}):
+        written = generate(model, ids, 20, **how)
+        assert torch.equal(written, generate(model, ids, 20, use_cache=False))
+    cache = MixingCache(model.config, static=True)
+    with pytest.raises(ValueError, match="30 tokens; allowed: .* 12, .* a MixingCache with more"):
+        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="the input has 30 tokens; allowed: .* at most 12, "):
+        small_model()(ids)
 
 
 @pytest.mark.parametrize(

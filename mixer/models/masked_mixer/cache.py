@@ -2,11 +2,13 @@
 mixing weight and not the triangle, and a decoding step as a CUDA graph.
 """
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -30,11 +32,14 @@ class MixingCache(Cache):
     graph, which is replayed for later ones, also after `reset()`, until the parameters move or the
     batch has another size. Hooks on modules do not run in it. Adapters that are added or merged
     later, and parameters replaced by load_state_dict with assign=True, need a new cache.
+
+    room: for so many columns, by default the context. A cache that is not static makes more.
     """
 
-    def __init__(self, config, static: bool = False):
+    def __init__(self, config, static: bool = False, room: int = 0):
         super().__init__(layers=[])
         self.config, self.static, self.length = config, static, 0
+        self.room = room or config.max_position_embeddings
         self.kept: dict[Place, Tensor] = {}
         self.positions: Tensor | None = None
         self.captured: CapturedStep | None = None
@@ -42,6 +47,11 @@ class MixingCache(Cache):
     @property
     def is_empty(self) -> bool:
         return self.length == 0
+
+    @property
+    def longest_text(self) -> float:
+        """Columns that there can be room for."""
+        return self.room if self.static and self.is_croppable else math.inf
 
     def memory(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
         """What is kept at a place: zeros where a text begins, or what an earlier text left."""
@@ -53,14 +63,17 @@ class MixingCache(Cache):
     def append(self, place: Place, new: Tensor) -> Tensor:
         """Keeps inputs (batch, heads, new, channels of a head); returns all so far (`extended`)."""
         batch, heads, tokens, channels = new.shape
-        self.memory(place, (batch, heads, self.config.longest_text, channels), new, new.dtype)
+        self.room = max(self.room, self.length + tokens)
+        kept = self.memory(place, (batch, heads, self.room, channels), new, new.dtype)
+        if kept.shape[2] < self.room:  # twice as much, so that this is rare
+            self.kept[place] = F.pad(kept, (0, 0, 0, self.room))
         inputs = self.extended(place, tokens)
         write_rows(inputs, new, self.positions)
         return inputs
 
     def extended(self, place: Place, new: int) -> Tensor:
         """The inputs of all tokens so far, and `new` more for the caller to write: (batch, heads,
-        length, channels of a head), where length is the whole context if the cache is static.
+        length, channels of a head), where length is all the room if the cache is static.
         """
         kept = self.kept[place]
         return kept if self.static else kept[:, :, : self.length + new]

@@ -167,8 +167,7 @@ class MaskedMixerConfig(PreTrainedConfig):
     @property
     def longest_text(self) -> float:
         """How many tokens the model reads at most: the context, or without end."""
-        recurrent = self.mixing_weight in RECURRENT
-        return math.inf if recurrent else self.max_position_embeddings
+        return self.max_position_embeddings if self.mixing_weight == "full" else math.inf
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
         """As in transformers, with the model's code for machines without this package."""

@@ -197,7 +197,9 @@ class KeyedConv(TriangularConv):
 
 
 class LagConv(TriangularConv):
-    """A TriangularConv whose parameters are `lags` (heads, taps, context) and `bias`."""
+    """A TriangularConv whose parameters are `lags` (heads, taps, context) and `bias`. It takes
+    texts of any length, of which a token mixes the last `context` tokens.
+    """
 
     def make_weight(self) -> None:
         self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
@@ -223,14 +225,6 @@ class LagConv(TriangularConv):
             self.lags.zero_()
         if self.config.mixing_init == "shift":
             self.lags.mul_(SHIFT_NOISE).add_(self._shifts())
-
-    @torch.no_grad()
-    def extend(self, context: int) -> None:
-        """Has room for more tokens: further lags are zero, further biases the last one."""
-        more = context - self.context
-        self.lags = nn.Parameter(F.pad(self.lags, (0, more)))
-        self.bias = nn.Parameter(torch.cat([self.bias, self.bias[:, -1:].expand(-1, more)], -1))
-        self.context = context
 
 
 class KeyedLagConv(LagConv, KeyedConv):

@@ -25,7 +25,8 @@ class InTransformersLoops(GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             static = generation_config.cache_implementation == "static"
-            model_kwargs["past_key_values"] = MixingCache(self.config, static)
+            room = max(self.config.max_position_embeddings, generation_config.max_length)
+            model_kwargs["past_key_values"] = MixingCache(self.config, static, room * static)
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
@@ -33,12 +34,10 @@ class InTransformersLoops(GenerationMixin):
         super()._validate_generated_length(generation_config, input_ids_length, *args)
         asked, context = generation_config.max_length, self.config.longest_text
         if asked > context:
-            by_lag = self.config.mixing_weight == "lags"
-            longer = f", or call model.extend_context({asked})" if by_lag else ""
             raise ValueError(
                 f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
                 f"were asked for, {asked} together; the model's context is {context}: shorten the "
-                f"prompt, or give a smaller max_new_tokens{longer}"
+                "prompt, or give a smaller max_new_tokens"
             )
 
     @staticmethod

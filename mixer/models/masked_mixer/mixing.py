@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixer.ops.plain import by_head, turn
+from mixer.ops.plain import by_head, turn, window
 
 from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
@@ -154,26 +154,29 @@ def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 class Attention(nn.Module):
     """y[i] = sum over j <= i of softmax(query[i] . key[j] / sqrt(size)) * value[j] in each head
-    (arXiv 1706.03762). It is KeyedConv with a weight of 1 / (i + 1) and no bias.
+    (arXiv 1706.03762), over the last `context` tokens. It is KeyedConv with a weight of 1 / (i + 1)
+    and no bias.
     """
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.heads, self.key_size = config.num_mixer_heads, config.mixer_key_size
-        self.channels = config.hidden_size
+        self.channels, self.context = config.hidden_size, config.max_position_embeddings
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
     ) -> Tensor:
         """As KeyedConv.forward."""
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
-        seen = None
+        seen, tokens = None, query.shape[2]
         if past is not None:
             both = past.append(self.place, torch.cat([key, value], -1))
-            if not past.is_empty:
-                key, value = both.tensor_split([self.key_size], -1)
-                place = torch.arange(both.shape[2], device=both.device)
-                seen = place <= past.positions[:, None, :, None]  # (batch or 1, 1, new, length)
+        if past is not None and not past.is_empty:
+            key, value = both.tensor_split([self.key_size], -1)
+            seen = window(past.positions, both.shape[2], self.context)
+        elif tokens > self.context:
+            places = torch.arange(tokens, device=query.device)[None]
+            seen = window(places, tokens, self.context)
         how = {"attn_mask": seen, "is_causal": seen is None}
         y = F.scaled_dot_product_attention(query, key, value, **how)
         return y.transpose(1, 2).flatten(2)

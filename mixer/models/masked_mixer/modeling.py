@@ -236,14 +236,15 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"{' and '.join(odd) or 'no input_ids'} given; a masked mixer reads input_ids, an "
                 "attention_mask for padding, and as past_key_values a MixingCache"
             )
-        (batch, new), context = input_ids.shape, self.config.longest_text
+        (batch, new), longest = input_ids.shape, self.config.longest_text
         past = cache.length if cache is not None else 0
-        if new == 0 or past + new > context:
+        longest = longest if cache is None else min(longest, cache.longest_text)
+        if new == 0 or past + new > longest:
             before = f" and the cache {past}" if past else ""
             raise ValueError(
-                f"the input has {new} tokens{before}; allowed: 1 or more, and together at most the "
-                f"model's context of {context}: give another input, or past_key_values.reset() "
-                "before another text"
+                f"the input has {new} tokens{before}; allowed: 1 or more, and together at most "
+                f"{longest}, the context or the room of a static cache: give another input, "
+                "past_key_values.reset() before another text, or a MixingCache with more room"
             )
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
@@ -277,7 +278,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
 
         Args:
             input_ids: (batch, tokens) int64. With those in the cache there may be as many tokens as
-                the context has; any number with recurrent mixing weights.
+                the context has with full mixing weights, and any number with others.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
                 on either side. Each text is computed as if it stood alone; a padded place repeats
                 the logits of the token before it, and has zeros where there is none.
@@ -306,24 +307,6 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
         return CausalLMOutputWithPast(
             loss, logits, output.past_key_values, hidden_states=output.hidden_states
         )
-
-    def extend_context(self, context: int) -> None:
-        """Lets a model with mixing weights by lag read up to `context` tokens, more than it was
-        trained with. Distances beyond the trained ones get no weight of their own: in keyed mixing
-        the initial decay goes on, elsewhere the weight is zero.
-
-        Raises ValueError for other mixing weights and for a context below the present one.
-        """
-        present, form = self.config.max_position_embeddings, self.config.mixing_weight
-        if context < present or form != "lags":
-            raise ValueError(
-                f"extend_context({context}) of a model with mixing_weight {form!r} and a context "
-                f"of {present}; allowed: a longer context, for 'lags'"
-            )
-        for part in self.modules():
-            if isinstance(part, TriangularConv):
-                part.extend(context)
-        self.config.max_position_embeddings = context
 
     def flops_per_token(self) -> dict[str, float]:
         """Floating-point operations of one training step, forward and backward, per token of a text
