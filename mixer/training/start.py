@@ -165,6 +165,9 @@ LESS_MEMORY = (
 )
 
 
+SHORT = 512  # tokens
+
+
 def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     """The memory of a training step in one process, in units of 2^30 bytes. It is counted in a pass
     over a model of tensors without numbers, which take no memory.
@@ -180,7 +183,10 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     # No kernels of ours: those are for tensors with numbers.
     plain = replace(run.model, mixing_backend="auto")
     config = model_config(plain, data.vocab_size, data.eos_token_id)
-    shape = (run.train.batch_size, run.model.max_position_embeddings)
+    on_gpu, context = world.device.type == "cuda", run.model.max_position_embeddings
+    # Kernels keep nothing for each pair of tokens; of short texts plain PyTorch keeps little.
+    length = min(context, SHORT) if on_gpu else context
+    shape = (run.train.batch_size * -(-context // length), length)
     with (
         FakeTensorMode(),
         torch.autocast("cpu", torch.bfloat16, enabled=run.train.mixed_precision != "no"),
@@ -194,7 +200,6 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         kept.pop(weight.untyped_storage()._cdata, None)
     # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on several
     # GPUs also the mean of their gradients (see Passes).
-    on_gpu = world.device.type == "cuda"
     has_means = on_gpu and world.size > 1 and not world.is_sharded
     state = (20 if has_means else 16) * sum(weight.numel() for weight in weights)
     needed = state / (world.size if world.is_sharded else 1)

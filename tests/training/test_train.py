@@ -2,10 +2,11 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import RECIPE, read_lines, read_losses
+from runs import RECIPE, ROOT, read_lines, read_losses
 from texts import corpus
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,7 @@ from mixer.common.hardware import check_precision
 from mixer.data.samples import SampleOrder, TokenFile
 from mixer.training.config import load_config
 from mixer.training.loop import train
+from mixer.training.start import needed_gb
 
 
 @pytest.mark.parametrize("packed", (True, False))
@@ -98,6 +100,13 @@ def test_what_cannot_fit_into_memory_is_refused_before_the_first_step(write_conf
         with pytest.raises(UserError, match=r"needs about [\d.]+ GB .*there are [\d.]+\. To need"):
             train(load_config(str(write_config()), changes))
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_gpu_needs_is_counted_without_the_squares_that_kernels_do_not_keep():
+    """configs/long.yaml was measured at 20 GB, and in plain PyTorch would need 128."""
+    world = SimpleNamespace(device=torch.device("cuda"), size=1, is_sharded=False)
+    data = SimpleNamespace(vocab_size=8000, eos_token_id=0)
+    assert 20 < needed_gb(load_config(str(ROOT / "configs/long.yaml"), []), data, world) < 30
 
 
 def test_a_context_longer_than_the_data_is_refused(write_config, tmp_path):
