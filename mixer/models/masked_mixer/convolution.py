@@ -5,7 +5,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization
 
