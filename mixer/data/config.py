@@ -60,7 +60,7 @@ class DataConfig:
     )
     cut: bool = option(False, "packed=false: keep only a document's first row, without EOS")
     validation_fraction: float = option(0.01, "share of documents held out", above=0, below=1)
-    validation_documents: int = option(0, "hold out the first n; 0: a share", at_least=0)
+    validation_documents: int = option(0, "hold out the first n documents; 0: a share", at_least=0)
     validation_path: str = option("", "text, jsonl, parquet: other files for validation")
     validation_split: str = option("", "hub: validate on this split, and train on all of split")
     max_documents: int = option(0, "most documents read of data.path; 0: all", at_least=0)

@@ -43,7 +43,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
     )
-    mixed_precision: str = option("no", "no: fp32", choices=("no", "fp16", "bf16"))
+    mixed_precision: str = option("no", "autocast; no: fp32", choices=("no", "fp16", "bf16"))
     max_grad_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", at_least=0)
     non_finite: str = option(
         "stop",
