@@ -62,7 +62,7 @@ def cache_directory() -> Path:
             )
     except (OSError, RuntimeError) as error:  # a user in a container may have no home
         raise UserError(
-            f"the kernels cannot be cached ({error}). Or choose another directory: "
+            f"there is no cache for the kernels ({error}). Or choose another directory: "
             "`export MIXER_CACHE=/a/directory/of/yours`."
         ) from error
     return directory
