@@ -1,14 +1,14 @@
-"""Trains the runs of a plan on every visible GPU, one process each, and compares what they reach.
+"""Train the runs of a plan, one at a time on each visible GPU, and compare their results.
 
     python benchmarks/train_plan.py PLAN.yaml --output PATH [--only NAME ...] [--seeds N ...] \\
         [section.key=value ...]
 
-Plans are in benchmarks/plans; mixer/comparison/plan.py says what they may have. Overrides of the
-command line go before the options of a run.
+Plans are in benchmarks/plans; mixer/comparison/plan.py says what they may have. A run's own
+options win over those of the command line.
 
-PATH.json has each run when it ends, and a run that it has is not repeated. SIGTERM or SIGINT stops
-the runs, which are saved in PATH-runs, and the exit status is 3: the same command goes on where
-they were cut. PATH.md and PATH.png come at the end.
+PATH.json gets each run when it ends; a run that it has is not repeated. SIGTERM or SIGINT stops the
+runs and saves them in PATH-runs, with exit status 3. The same command resumes them. PATH.md and
+PATH.png come at the end.
 """
 
 import argparse
@@ -29,12 +29,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("plan", help="YAML file, see benchmarks/plans")
-    parser.add_argument("--output", required=True, help="path of the results without ending")
+    parser.add_argument("--output", required=True, help="path of the results, without suffix")
     names = "runs, kinds or models; default: all"
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=names)
-    seeds = "repeat the longer runs with these seeds; default: what the plan says"
+    seeds = "repeat the longer runs with these seeds; default: the plan's"
     parser.add_argument("--seeds", nargs="+", default=[], metavar="N", help=seeds)
-    parser.add_argument("--commit", default="", help="commit that is measured; default: git's")
+    parser.add_argument("--commit", default="", help="commit under test; default: git's")
     options, overrides = parser.parse_known_args()
     overrides += [text for text in options.only + options.seeds if "=" in text]  # they may follow
     only = [name for name in options.only if "=" not in name]

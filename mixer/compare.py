@@ -1,15 +1,15 @@
-"""Backends and transformers trained beside each other on one configuration: losses, speed, memory.
+"""Train backends and transformers with one configuration: compare losses, speed and memory.
 
     python -m mixer.compare --config configs/demo.yaml --backends dense auto train.steps=200
     python -m mixer.compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
         --seconds 100 --seeds 3 optim.warmup_steps=100
 
-Every visible GPU trains models of its own, one at a time, all from the same seed. Each trains for
-train.steps, or with --seconds for as many steps as it was measured to do in that time.
+Each visible GPU trains one model at a time, all with the same seed. A model trains for train.steps,
+or with --seconds for as many steps as fit into that time, by its measured speed.
 
 The output directory gets report.md, report.png and report.json, and what each run printed in
-report-runs. The same command goes on with a comparison that was cut short. Other models, sizes and
-a sweep of learning rates take a plan, see benchmarks/train_plan.py.
+report-runs. The same command resumes an interrupted comparison. For other models, sizes and a sweep
+of learning rates, write a plan: see benchmarks/train_plan.py.
 """
 
 import argparse
@@ -30,11 +30,11 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = command_parser("mixer.compare", __doc__)
     add, names = parser.add_argument, ", ".join([*BACKENDS, *TRANSFORMERS])
-    add("--config", required=True, help="YAML file; section.key=value overrides follow")
+    add("--config", required=True, help="YAML file; section.key=value overrides it")
     add("--backends", nargs="+", required=True, metavar="NAME", help=names)
-    add("--output", default="runs/compare", help="directory of the report and the runs")
-    add("--seconds", type=float, help="training time of each model, in place of train.steps")
-    add("--seeds", type=int, default=1, help="runs of each model, from other weights and data")
+    add("--output", default="runs/compare", help="directory of the report; default: runs/compare")
+    add("--seconds", type=float, help="training time of each model, instead of train.steps")
+    add("--seeds", type=int, default=1, help="runs of each model, by seed; default: 1")
     options, overrides = parser.parse_known_args(arguments)
     overrides += [text for text in options.backends if "=" in text]  # they may follow
     options.backends = [text for text in options.backends if "=" not in text]

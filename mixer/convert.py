@@ -1,18 +1,17 @@
-"""Checkpoints converted: from and to the reference implementation of masked mixers, with its
-logits, and between the two forms of a mixing weight.
+"""Convert checkpoints: from and to the reference implementation of masked mixers, with the same
+logits, and between two forms of a mixing weight.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
     python -m mixer.convert DIR --output DIR --mixing-weight lags
 
-The first line takes the weights of a LanguageMixer or of a structured mixer, Toeplitz or recurrent,
-and the second writes such weights. The third gives each mixing weight one number for each distance
-of tokens, the mean of its diagonal, and says how far the weights were from having one. `full` is
-the way back, which changes nothing.
+The first line reads the weights of a LanguageMixer or of a structured mixer, Toeplitz or recurrent.
+The second writes such weights. The third stores one number per lag, the mean of a diagonal, and
+prints how far the weights moved. `full` converts back and changes nothing.
 
-A LanguageMixer's file does not say whether the mixing has a softmax, which has no counterpart here:
-the command assumes none, and says so. A structured mixer's file does not say how its heads mix: it
-needs --mixing. See mixer/checkpoints/reference_format.py.
+A LanguageMixer's file does not say whether the mixing has a softmax, which is not supported here:
+the command assumes none, and says so. A structured mixer's file does not say how its heads mix:
+give --mixing. See mixer/checkpoints/reference_format.py.
 """
 
 import sys
@@ -87,12 +86,12 @@ def main() -> None:
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
     add("source", type=pretrained.settled, help="the author's .safetensors file, or a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
-    one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, to save with it")
-    one.add_argument("--back", action="store_true", help="from a checkpoint to the author's file")
-    how = "from a checkpoint to one with mixing weights of this form"
+    one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, saved as well")
+    one.add_argument("--back", action="store_true", help="write the author's file")
+    how = "write a checkpoint with mixing weights of this form"
     one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
     forms = ("lags", *RECURRENT)
-    add("--mixing", choices=forms, help="of a structured mixer: how its heads mix")
+    add("--mixing", choices=forms, help="how the heads of a structured mixer mix")
     options = parser.parse_args()
     if options.mixing_weight:
         convert_mixing(options.source, options.output, options.mixing_weight)

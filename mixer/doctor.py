@@ -67,7 +67,7 @@ def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("mixer.doctor", "Whether the CUDA kernels will work here.")
+    parser = command_parser("mixer.doctor", "Check whether the CUDA kernels work here.")
     parser.parse_args(arguments)
     print(f"torch: {torch.__version__}")
     problems = {blindness()} - {None}
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     print(f"\nThe cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
-        print("Models run all the same, in plain PyTorch. Without an NVIDIA GPU all is well.")
+        print("Models run in plain PyTorch all the same. Without an NVIDIA GPU, nothing is wrong.")
     sys.exit(1 if problems else 0)
 
 

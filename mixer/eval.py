@@ -1,15 +1,15 @@
 """Evaluate checkpoints: perplexity per token, word and byte, loss by position, speed and memory.
 
-The validation split of the run's own data:
+On the validation split of the run:
     python eval.py --checkpoint runs/demo/step-600
-Any UTF-8 text, with any causal LM beside it:
+On any UTF-8 text, beside any causal language model:
     python eval.py --checkpoint runs/demo/step-600 path/to/gpt2 --text book.txt
-A data set of the hub:
+On a dataset of the hub:
     python eval.py --checkpoint runs/demo/step-600 --hub Salesforce/wikitext \\
         --subset wikitext-103-raw-v1
-The windows shared among the GPUs:
+On several GPUs, which share the windows:
     accelerate launch --multi_gpu eval.py --checkpoint runs/v100/step-200000
-The conventions of lm-evaluation-harness:
+With the conventions of lm-evaluation-harness:
     python eval.py ... --first-token eos --last-window full
 """
 

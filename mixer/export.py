@@ -125,9 +125,9 @@ def main() -> None:
     parser = command_parser("mixer.export", __doc__)
     add = parser.add_argument
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
-    add("--output", type=Path, required=True, metavar="DIR", help="new, and named as the model")
+    add("--output", type=Path, required=True, metavar="DIR", help="new; its name names the model")
     add("--license", required=True, metavar="NAME", help="the model's license, for the card")
-    add("--dtype", choices=WEIGHT_TYPES, default="fp32", help="of the weights (fp32)")
+    add("--dtype", choices=WEIGHT_TYPES, default="fp32", help="type of the weights; default: fp32")
     options = parser.parse_args()
     export(options.checkpoint, options.output, options.license, options.dtype)
 

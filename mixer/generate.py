@@ -1,4 +1,4 @@
-"""Continue texts with a checkpoint, by sampling.
+"""Continue texts with a checkpoint.
 
 python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
 """
@@ -27,7 +27,7 @@ def continuations(
         raise UserError(f"{said}; allowed: 1 or more, 0 or more, and 0 to 2**32 - 1")
     for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
-            raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
+            raise UserError(f"a prompt is {prompt[:50]!r}; allowed: UTF-8 text that is not empty")
     device = choose_device("auto", "fp32")
     sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
     lower = "Give fewer prompts at once, or a smaller --new-tokens"
@@ -56,11 +56,11 @@ def continuations(
 def main() -> None:
     parser = command_parser("mixer.generate", __doc__)
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
-    add("--checkpoint", required=True, metavar="DIR", help="of any causal language model")
+    add("--checkpoint", required=True, metavar="DIR", help="any causal language model")
     add("--prompt", dest="prompts", required=True, nargs="+", metavar="TEXT", help="to continue")
-    add("--new-tokens", default=80, **number, help="at most this many after each text (80)")
-    add("--temperature", type=float, default=0.7, metavar="X", help="0.7; 0: no sampling")
-    add("--seed", default=0, **number, help="of the sampling (0)")
+    add("--new-tokens", default=80, **number, help="most new tokens (default: 80)")
+    add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7; 0: greedy")
+    add("--seed", default=0, **number, help="default: 0")
     print("\n\n".join(continuations(**vars(parser.parse_args()))))
 
 

@@ -1,10 +1,10 @@
-"""Pictures of what was learned: the mixing matrices of a checkpoint.
+"""Draw the mixing matrices of a checkpoint.
 
     python -m mixer.inspect --checkpoint runs/demo/step-600
 
 The command writes a page with measures of all matrices, heat maps, and a picture of how far back
-they reach. A matrix W is (context, context), fp64, with a strictly upper triangle of zeros: token i
-receives W[i, j] of token j, at lag i - j.
+they reach. A matrix W is (context, context) and lower-triangular: token i receives W[i, j] of
+token j, at lag i - j.
 """
 
 import math
@@ -31,7 +31,7 @@ NOTES = (
 
 def main(arguments=None) -> None:
     parser = command_parser("mixer.inspect", __doc__)
-    parser.add_argument("--checkpoint", type=settled, required=True, help="of a masked mixer")
+    parser.add_argument("--checkpoint", type=settled, required=True, help="a masked mixer")
     parser.add_argument("--output", help="default: CHECKPOINT/../inspect-<checkpoint>")
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))

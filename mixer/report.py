@@ -1,4 +1,4 @@
-"""Pictures from the metrics of runs.
+"""Draw the losses of runs.
 
 python -m mixer.report runs/demo                            # runs/demo/training.png
 python -m mixer.report runs/one runs/two --output both.png  # validation loss by training time
@@ -21,8 +21,8 @@ MOST_MEANS = 50  # points of a smoothed curve
 def main(arguments=None) -> None:
     parser = command_parser("mixer.report", __doc__)
     parser.add_argument("run", nargs="+", help="directory or metrics.jsonl; several are compared")
-    parser.add_argument("--output", help="picture (default: a .png in the first run)")
-    how = "losses from elsewhere, to draw in the picture of one run"
+    parser.add_argument("--output", help="picture; default: a .png in the first run")
+    how = "YAML file of other losses, drawn beside those of one run"
     parser.add_argument("--published", metavar="FILE", help=how)
     options = parser.parse_args(arguments)
     if options.published and len(options.run) > 1:
@@ -40,9 +40,7 @@ def main(arguments=None) -> None:
         else:
             rows = compare_runs(options.run, stage)
             print(table(rows) + "\n")
-            # What a token is in bytes: one number for all runs of one tokenizer and one text.
-            known = [row for row in rows if row["bits/byte"] != "-"]
-            if len({round(row["validation loss"] / row["bits/byte"], 3) for row in known}) > 1:
+            if tokens_differ(rows):
                 print("Tokenizers or validation texts differ: compare bits/byte, not the losses.\n")
     print(output)
 
@@ -90,24 +88,34 @@ def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[flo
 
 
 def compare_runs(runs: list[str], output: Path) -> list[dict]:
-    """Draws validation losses against training time; returns the rows of a table of the ends."""
-    title, y, rows = "Validation loss by training time", "validation loss (nats per token)", []
-    with curves(output, title, "training time (s)", y) as axes:
-        for name in runs:
-            lines = read_metrics(name)
-            steps, losses = series(lines, "validation_loss")
-            if not steps:
-                raise UserError(f"{name} has no validation loss yet: see train.eval_every")
-            # Of training: with compilation, without evaluation and saving.
-            logged, each = series([line for line in lines if "loss" in line], "seconds")
-            seconds = np.interp(steps, [0, *logged], np.cumsum([0.0, *each])).tolist()
-            label = f"{short_name(name)}: {losses[-1]:.4f} at the end"
-            axes.plot(seconds, losses, "o-", label=label)
-            row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
-            bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
-            rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
+    """Draws losses by training time, in bits per byte if tokens differ; returns a table's rows."""
+    rows, drawn = [], []
+    for name in runs:
+        lines = read_metrics(name)
+        steps, losses = series(lines, "validation_loss")
+        if not steps:
+            raise UserError(f"{name} has no validation loss yet: see train.eval_every")
+        # Of training: with compilation, without evaluation and saving.
+        logged, each = series([line for line in lines if "loss" in line], "seconds")
+        seconds = np.interp(steps, [0, *logged], np.cumsum([0.0, *each])).tolist()
+        bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
+        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
+        rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
+        drawn.append((short_name(name), seconds, losses, bits))
+    in_bits = tokens_differ(rows) and all(row["bits/byte"] != "-" for row in rows)
+    y = f"validation loss ({'bits per byte' if in_bits else 'nats per token'})"
+    with curves(output, "Validation loss by training time", "training time (s)", y) as axes:
+        for name, seconds, losses, bits in drawn:
+            shown = bits if in_bits else losses
+            axes.plot(seconds, shown, "o-", label=f"{name}: {shown[-1]:.4f} at the end")
         axes.set_xlim(left=0)
     return rows
+
+
+def tokens_differ(rows: list[dict]) -> bool:
+    """Whether runs had tokens of different sizes, so of another tokenizer or validation text."""
+    known = [row for row in rows if row["bits/byte"] != "-"]
+    return len({round(row["validation loss"] / row["bits/byte"], 3) for row in known}) > 1
 
 
 if __name__ == "__main__":

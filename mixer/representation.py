@@ -1,15 +1,14 @@
-"""The representation test of arXiv 2409.01482: how much of a text can be read back from the output
-of a layer of any causal language model, with the checkpoint's weights and with random ones.
+"""The representation test of arXiv 2409.01482: how much of a text can be recovered from a layer's
+output, in any causal language model, with its trained weights and with random ones.
 
     python -m mixer.representation --checkpoint runs/demo/step-600
     python -m mixer.representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6 12
 
-A guess, at first Gaussian noise in place of the text's embeddings, is changed by gradient descent
-until the layer gives for it what it gives for the text, in L1 over the outputs of all tokens or of
-the last one alone, from which the next token is predicted. The pseudo-inverse of the embedding then
-turns the guess into tokens. The Hamming score is the share of positions whose token is not the
-text's. The paper's own script accepts the text's token among the five best of a position, so its
-scores are no higher than these. Another search might read more.
+A guess starts as Gaussian noise in place of the text's embeddings. Gradient descent minimizes the
+L1 distance between the layer's outputs for the guess and for the text: of all tokens, or of the
+last alone. The pseudo-inverse of the embedding then turns the guess into tokens. The Hamming score
+is the share of positions whose token is wrong. The author's script accepts the five best tokens of
+a position, so its scores are no higher. A better search might recover more.
 """
 
 import argparse
@@ -42,11 +41,11 @@ def main(arguments=None) -> None:
     parser = command_parser("mixer.representation", __doc__)
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("--checkpoint", required=True, type=settled, metavar="DIR", help="of a causal model")
-    add("--data", default="", metavar="DIR", help="prepared data (default: the run's validation)")
-    add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest counts")
-    add("--layers", nargs="+", **number, help="blocks from 1 on; 0: the embedding (default: all)")
-    add("--tokens", nargs="+", **number, help=f"lengths (default: those of {TOKENS} that fit)")
-    add("--steps", default=500, **number, help="of gradient descent (500)")
+    add("--data", default="", metavar="DIR", help="prepared data; default: the run's")
+    add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest is used")
+    add("--layers", nargs="+", **number, help="blocks from 1; 0: the embedding; default: all")
+    add("--tokens", nargs="+", **number, help=f"lengths; default: those of {TOKENS} that fit")
+    add("--steps", default=500, **number, help="of gradient descent; default: 500")
     add("--device", default="auto", choices=DEVICES)
     add("--output", metavar="DIR", help="default: CHECKPOINT/../representation-<checkpoint>")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
 """Train a model:
 
-    python -m mixer.train --config configs/demo.yaml [section.key=value ...]
-    accelerate launch -m mixer.train --config configs/demo.yaml [section.key=value ...]
+    python train.py --config configs/demo.yaml [section.key=value ...]
+    accelerate launch train.py --config configs/demo.yaml [section.key=value ...]
 
-In a checkout, train.py is the same command.
+Outside a checkout, `-m mixer.train` stands for train.py.
 """
 
 from mixer.common.errors import UserError, command_parser, run_command
@@ -14,7 +14,7 @@ from mixer.training.loop import train
 
 def main() -> None:
     parser = command_parser(None, __doc__, epilog=describe_options())
-    parser.add_argument("--config", help="YAML file, see configs/; without it the defaults")
+    parser.add_argument("--config", help="YAML file, such as configs/demo.yaml")
     options, overrides = parser.parse_known_args()
     follow_launcher()
     if not (options.config or overrides):

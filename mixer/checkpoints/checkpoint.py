@@ -132,7 +132,7 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
         if newer := [str(path) for path in candidates if step_of(path) > step]:
             raise UserError(
                 f"checkpoint.resume = {resume}, but the run has newer ones: {', '.join(newer)}; "
-                "delete these, or choose another name for a run that goes on from there"
+                "delete these, or choose another name for a run from there"
             )
         candidates = [named]
     for path in candidates:
@@ -241,8 +241,8 @@ class CheckpointWriter:
         if names := [name for of_process in self.world.gather(found) for name in of_process]:
             raise NotFinite(
                 f"after step {trainer['step']} the weights or the optimizer's state are not finite "
-                f"({', '.join(names[:3])}...), so no checkpoint of it is written. Lower optim.lr "
-                "or raise optim.warmup_steps and run the same command again: it goes on from the "
+                f"({', '.join(names[:3])}...), so they are not saved. Lower optim.lr "
+                "or raise optim.warmup_steps and run the same command again: it resumes from the "
                 "last checkpoint"
             )
         self._copy(held)

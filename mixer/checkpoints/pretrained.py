@@ -51,7 +51,7 @@ def check_checkpoint(directory: Path) -> None:
         run = directory if directory.is_dir() else directory.parent
         found = sorted(run.glob("step-*[0-9]/config.json"), key=os.path.getmtime)[-4:]
         found = [str(file.parent) for file in (*run.glob("best/config.json"), *found)]
-        give = f"give {', '.join(found) or 'RUN/best or RUN/step-N'}"
+        give = f"give {' or '.join(found) or 'RUN/best or RUN/step-N'}"
         if directory.is_dir() and found:
             raise UserError(f"{directory} is a run, not a checkpoint: {give}")
         if not directory.is_dir():

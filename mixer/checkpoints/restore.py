@@ -69,9 +69,9 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     before, now = ({name: getattr(of, name, None) for name in fields} for of in (saved, config))
     if differing := differences(before, now):
         raise UserError(
-            f"checkpoint {checkpoint} is of another model: {differing}; set these keys "
-            "(model.*; model_type is model.architecture; vocab_size and eos_token_id come from "
-            "data.*) to the checkpoint's values, or choose another name or checkpoint"
+            f"checkpoint {checkpoint} is of another model: {differing}; set these back (model.*; "
+            "model_type: model.architecture; vocab_size, eos_token_id: data.*), or choose another "
+            "name or checkpoint"
         )
     return pretrained.load_model(checkpoint, config, model_class(config))
 

@@ -206,7 +206,7 @@ def run_locked(directory: Path) -> AbstractContextManager[None]:
     def refuse() -> None:
         raise UserError(
             f"{directory} is being trained by another process (pgrep -f train shows it); wait for "
-            "it, end it, or choose another name"
+            "it, stop it, or choose another name"
         )
 
     return locked(directory / ".lock", refuse)
@@ -238,9 +238,9 @@ def check_writable(directory: Path) -> None:
     elif not existing.is_dir():
         problem = f"{existing} is not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"{existing} does not allow it"
+        problem = f"{existing} is not writable for you"
     elif checkpoint := next((path for path in places if (path / "trainer_state").is_dir()), None):
-        problem = f"{checkpoint} is a checkpoint, which is refused with other files in it"
+        problem = f"{checkpoint} is a checkpoint, and other files would make it unusable"
     if problem:
         shown = repr(str(directory))
         raise UserError(f"results cannot go to {shown}: {problem}; choose another --output")

@@ -86,10 +86,8 @@ def check_precision(device: torch.device, precision: str) -> None:
     if precision == "fp16" and device.type == "cpu":
         raise UserError("train.mixed_precision = 'fp16' on a CPU; set train.mixed_precision=no")
     if precision == "bf16" and (name := lacks_bf16(device)):
-        raise UserError(
-            f"train.mixed_precision = 'bf16', but {name} has no bf16 arithmetic (it begins with "
-            "compute capability 8.0); set train.mixed_precision=fp16"
-        )
+        problem = f"train.mixed_precision = 'bf16', but {name} has no bf16 arithmetic"
+        raise UserError(f"{problem}; set train.mixed_precision=fp16")
 
 
 # What PyTorch's allocators for GPUs and CPUs, the CUDA driver and cuBLAS say.

@@ -162,7 +162,7 @@ def runs_of_model(plan: dict, model: Run) -> Job:
             shorter.append((yield model.timed(share * seconds, rate, steps)))
     good = [row for row in shorter if "failure" not in row]
     if not good:
-        raise UserError(f"{model.name}: diverges, at {lowest:g} too; add lower rates")
+        raise UserError(f"{model.name}: diverges even at {lowest:g}; add lower rates")
     yield from longer_runs(plan, model, seconds, good)
 
 

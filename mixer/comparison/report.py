@@ -159,7 +159,7 @@ def draw(result: dict, output: Path) -> bool:
     shown = timed if kinds is None and len(timed) <= len(COLOURS) else kinds and finished(runs)
     if not shown or any("top1_of_32" in row for row in runs.values()):
         return False
-    title = "Loss by training time" if kinds is None else "Validation loss of separate runs"
+    title = "Training loss (dot: validation)" if kinds is None else "Validation loss, separate runs"
     with curves(output, title, "training time (s)", "loss (nats per token)") as axes:
         if kinds is None:
             draw_runs(axes, timed)

@@ -38,7 +38,7 @@ class DataConfig:
 
     source: str = option(
         "builtin",
-        "where the text is from; builtin: Python's standard library; copy, recall, needle: tasks "
+        "source of the text; builtin: Python's standard library; copy, recall, needle: tasks "
         "of random tokens (docs/tasks.md)",
         choices=("builtin", *FILE_SOURCES, "hub", *TASKS),
     )
@@ -46,25 +46,25 @@ class DataConfig:
     subset: str = option(
         "", "hub: the dataset's configuration; builtin: packages adds the installed packages"
     )
-    split: str = option("train", "hub: the split to read; validation is cut from it too")
-    text_field: str = option("text", "jsonl, parquet, hub: the field that holds a document's text")
-    pair_field: str = option("", "jsonl, parquet, hub: the field that holds this text's partner")
-    tokenizer: str = option("train", "train (a byte-level BPE), a directory, or a name on the hub")
+    split: str = option("train", "hub: the split to read, also for validation")
+    text_field: str = option("text", "jsonl, parquet, hub: the field of a document's text")
+    pair_field: str = option("", "jsonl, parquet, hub: the field of the text's partner")
+    tokenizer: str = option("train", "train: a new byte-level BPE; or a directory or hub name")
     vocab_size: int = option(
         8000, "tokens of a new BPE, or of a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
     )
-    pairs: int = option(0, "recall: key-value pairs of a sample; 0: all that fit", at_least=0)
-    directory: str = option("data/builtin", "where the prepared token files go")
+    pairs: int = option(0, "recall: key-value pairs per sample; 0: all that fit", at_least=0)
+    directory: str = option("data/builtin", "where the tokenized text goes")
     packed: bool = option(
-        True, "documents joined by EOS, cut at the context; false: each starts a new row, padded"
+        True, "join documents by EOS, cut at the context; false: each starts a new, padded row"
     )
-    cut: bool = option(False, "packed=false: only the beginning of a document, without EOS")
+    cut: bool = option(False, "packed=false: keep only a document's first row, without EOS")
     validation_fraction: float = option(0.01, "share of documents held out", above=0, below=1)
-    validation_documents: int = option(0, "hold out this many, the first; 0: a share", at_least=0)
-    validation_path: str = option("", "text, jsonl, parquet: files for validation alone")
+    validation_documents: int = option(0, "hold out the first n documents; 0: a share", at_least=0)
+    validation_path: str = option("", "text, jsonl, parquet: other files for validation")
     validation_split: str = option("", "hub: validate on this split, and train on all of split")
-    max_documents: int = option(0, "read at most this many documents of path; 0: all", at_least=0)
-    workers: int = option(0, "processes that tokenise; 0: one per core", at_least=0, at_most=1024)
+    max_documents: int = option(0, "most documents read of data.path; 0: all", at_least=0)
+    workers: int = option(0, "processes that tokenize; 0: one per core", at_least=0, at_most=1024)
 
 
 def unused_options(config: DataConfig) -> set[str]:
@@ -224,7 +224,7 @@ def existing_data(config: DataConfig) -> Manifest | None:
     if changed:
         raise UserError(
             f"data.directory {directory} was prepared with other settings:\n{changed}"
-            "Choose another one, set these back, or delete it to prepare it anew"
+            "Choose another one, restore these settings, or delete it to prepare again"
         )
     manifest.verify(directory)
     return manifest

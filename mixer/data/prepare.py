@@ -141,13 +141,13 @@ class Corpus:
         splits = (split for split, _ in self.documents())
         first = next(splits)
         if all(split == first for split in splits):
-            text = f"the text ({config.source} {config.path})"
+            text = config.path or f"the text of data.source={config.source}"
             if first == "validation":
                 held = f"data.validation_documents = {config.validation_documents}"
                 raise UserError(f"{held} leaves no document of {text} for training: lower it")
             raise UserError(
-                f"{text} has 1 document (copies count once), and validation needs at least one of "
-                "its own: add files, or give data.validation_path (hub: data.validation_split)"
+                f"{text} has 1 document (copies count once), and validation needs another: add "
+                "files, or give data.validation_path (hub: data.validation_split)"
             )
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:

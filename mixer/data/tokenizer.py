@@ -150,7 +150,7 @@ def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
         except Exception as error:  # tokenizers raises no other kind
             raise UserError(
                 f"the tokenizer cannot encode a text ({first_line(error)}): choose one with a "
-                "token for what is unknown, or with all bytes"
+                "token for unknown text, or with all bytes"
             ) from None
         return [encoding.ids for encoding in encodings]
 

@@ -122,7 +122,7 @@ def _problem_of_accelerate() -> str:
     several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
     if ACCELERATE in os.environ and several and not is_launched():
         return (
-            "accelerate launch was asked for several processes, and has started one; allowed: "
+            "accelerate launch was asked for several processes but started one; allowed: "
             "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ..."
         )
     return ""
@@ -205,7 +205,7 @@ def leave_with_error(error: BaseException) -> None:
         trace = [f"error: {error}\n"] if is_user_error else traceback.format_exception(error)
         said = f"process {rank} failed:\n{''.join(trace)}"
     else:
-        said = f"process {rank} ends, as another process failed first\n"
+        said = f"process {rank} ends because another process failed first\n"
     sys.stdout.flush()
     print(said, end="", file=sys.stderr, flush=True)
     # Not sys.exit: the destructors of broken connections could wait for ever.

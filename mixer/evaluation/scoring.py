@@ -61,7 +61,7 @@ class TokenScores:
 def choose_device(name: str, dtype: str) -> torch.device:
     """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, and PyTorch sees no GPU: use cpu, or ask mixer.doctor")
+        raise UserError("--device cuda, but PyTorch sees no GPU: use cpu, or ask mixer.doctor")
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
     if dtype == "bf16" and (name := lacks_bf16(device)):
         raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
@@ -87,7 +87,7 @@ def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: st
     if tokens > getattr(model.config, "longest_text", context):
         problem = f"{given}, and the context of {checkpoint} is {context}: ask for fewer tokens"
         if hasattr(model.config, "mixing_weight"):
-            problem += ", or give the model mixing weights by lag, which read further: "
+            problem += ", or convert to mixing weights by lag, which read further: "
             problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"
         raise UserError(problem)
 
@@ -167,8 +167,8 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     moved = (after - before).abs().max().item()
     if moved > TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(
-            f"the model is not causal: with the tokens from {first} on changed, logits before them "
-            f"moved by {moved:.3g}. It sees what it should predict: give a causal model"
+            f"the model is not causal: with the tokens from {first} on changed, earlier logits "
+            f"moved by {moved:.3g}; give a causal model"
         )
 
 

@@ -33,25 +33,25 @@ LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long
 class EvalOptions:
     """What to evaluate, and how; the fields are the options of eval.py."""
 
-    checkpoint: str = option(MISSING, "a checkpoint, or the directory of any causal LM")
+    checkpoint: str = option(MISSING, "checkpoints, or directories of any causal language model")
     # At most one of these four.
-    text: Sequence[str] = option((), "files, folders or globs; .jsonl and .parquet have rows")
-    data: str = option("", "prepared data directory; default: the one of the run")
+    text: Sequence[str] = option((), "files, folders or globs; .jsonl: a document per row")
+    data: str = option("", "prepared data directory; default: the run's")
     pairs: str = option("", "prepared data of pairs: how often a text finds its partner")
-    hub: str = option("", "dataset of the hub, each row a document")
+    hub: str = option("", "dataset of the hub")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
-    text_field: str = option("text", "field of a row that holds its text")
+    text_field: str = option("text", "field that holds the text of a row")
     window: int | None = option(None, "longest window; default: the context", at_least=1)
     stride: int | None = option(None, "tokens between windows; default: the window", at_least=1)
-    batch_size: int = option(16, "windows per forward", at_least=1)
-    max_tokens: int = option(0, "score at most that many tokens; 0: all", at_least=0)
+    batch_size: int = option(16, "windows per forward pass", at_least=1)
+    max_tokens: int = option(0, "score at most this many tokens; 0: all", at_least=0)
     # Under eos a blank row is a document, too.
-    first_token: str = option("skip", "skip, or eos: score it after an EOS", choices=FIRST_TOKEN)
-    last_window: str = option("short", "short, or full: begin it earlier", choices=LAST_WINDOW)
-    device: str = option("auto", "auto, cpu or cuda", choices=DEVICES)
-    dtype: str = option("fp32", "fp32, fp16 or bf16 (autocast)", choices=AUTOCAST_TYPES)
-    backend: str = option("", "default: what the checkpoint says", choices=("", *BACKENDS))
+    first_token: str = option("skip", "skip it, or eos: score it after an EOS", choices=FIRST_TOKEN)
+    last_window: str = option("short", "short, or full: start it earlier", choices=LAST_WINDOW)
+    device: str = option("auto", "where to compute", choices=DEVICES)
+    dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=AUTOCAST_TYPES)
+    backend: str = option("", "default: the checkpoint's", choices=("", *BACKENDS))
 
     @property
     def source(self) -> DataConfig | str | None:

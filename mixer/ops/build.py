@@ -62,7 +62,7 @@ def cache_directory() -> Path:
             )
     except (OSError, RuntimeError) as error:  # a user in a container may have no home
         raise UserError(
-            f"there is no cache that the kernels can be loaded from ({error}). Or use another: "
+            f"there is no cache for the kernels ({error}). Or choose another directory: "
             "`export MIXER_CACHE=/a/directory/of/yours`."
         ) from error
     return directory
@@ -97,7 +97,7 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     if done.returncode:
         end = "\n".join(printed.splitlines()[-30:])
         raise UserError(
-            f"{nvcc} could not build the CUDA kernels. Its last words:\n{end}\n"
+            f"{nvcc} could not build the CUDA kernels. It ended with:\n{end}\n"
             "Use a CUDA toolkit that knows this GPU (for compute capability 7.0 the last is 12.9): "
             "`export CUDA_HOME=/path/to/cuda`."
         )
@@ -179,7 +179,7 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("mixer.ops.build", "Build CUDA kernels ahead of time, or anew.")
+    parser = command_parser("mixer.ops.build", "Build the CUDA kernels ahead of time, or again.")
     add, known = parser.add_argument, "compute capabilities (default: the GPUs here)"
     add("--arch", nargs="+", type=capability, metavar="9.0", help=known)
     here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}

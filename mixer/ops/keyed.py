@@ -131,7 +131,7 @@ def kernels_serve(
     )
     if not serve:
         warn_once(
-            f"keyed mixing goes without kernels for {dtype}, keys of {key} and values of {value} "
+            f"keyed mixing runs without kernels for {dtype}, keys of {key} and values of {value} "
             f"numbers in a head, and a context of {context}; they take float32, float16 and "
             f"bfloat16, {', '.join(map(str, SIZES))} numbers and contexts up to {MOST_CONTEXT}, on "
             "NVIDIA GPUs of compute capability 8.0 or newer with Triton (`pip install triton`)"

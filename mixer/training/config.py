@@ -38,27 +38,27 @@ class TrainConfig:
         "predict the next token, or contrastive: find a text's partner (docs/retrieval.md)",
         choices=("language", "contrastive"),
     )
-    temperature: float = option(0.02, "contrastive: what cosines are divided by", above=0)
+    temperature: float = option(0.02, "contrastive: divides the cosines", above=0)
     batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
     )
-    mixed_precision: str = option("no", "precision; no: fp32", choices=("no", "fp16", "bf16"))
+    mixed_precision: str = option("no", "autocast; no: fp32", choices=("no", "fp16", "bf16"))
     max_grad_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", at_least=0)
     non_finite: str = option(
         "stop",
         "on a loss or gradient that is not finite (without fp16): stop the run, or skip the step",
         choices=("stop", "skip"),
     )
-    eval_every: int = option(1000, "steps between evaluations; 0: one at the end", at_least=0)
+    eval_every: int = option(1000, "steps between evaluations; 0: only at the end", at_least=0)
     eval_samples: int = option(
-        2048, "samples of an evaluation, spread over the validation split; 0: all", at_least=0
+        2048, "samples scored, spread over the validation split; 0: all", at_least=0
     )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile of nothing, or of each block, the output layer and the loss; auto: blocks "
-        "on GPUs, where Triton can",
+        "torch.compile nothing, or each block, the output layer and the loss; auto: blocks on GPUs "
+        "with Triton",
         choices=("auto", "no", "blocks"),
     )
     cuda_graphs: str = option(
@@ -69,22 +69,22 @@ class TrainConfig:
     )
     recompute: str = option(
         "none",
-        "what backward computes again to save memory: nothing, the MLP's nonlinearity, or whole "
-        "blocks",
+        "what the backward pass recomputes to save memory: nothing, the MLP's nonlinearity, or "
+        "whole blocks",
         choices=("none", "activation", "block"),
     )
 
 
 @dataclass
 class CheckpointConfig:
-    save_every: int = option(1000, "steps between checkpoints; 0: one at the end", at_least=0)
-    save_last: bool = option(True, "a checkpoint at the end; false for a run that is only timed")
+    save_every: int = option(1000, "steps between checkpoints; 0: only at the end", at_least=0)
+    save_last: bool = option(True, "save at the end; false: for runs that are only timed")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
     keep_every: int = option(
         0, "also keep each whose step is a multiple of this; 0: none", at_least=0
     )
     resume: str = option(
-        "auto", "auto (the run's newest complete checkpoint), or a checkpoint to begin from"
+        "auto", "auto: the run's newest complete checkpoint; or a checkpoint to branch from"
     )
 
 
@@ -93,7 +93,7 @@ class LoggingConfig:
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
     tracker: str = option(
         "none",
-        "copy the metrics there; wandb without a network: WANDB_MODE=offline",
+        "where to copy the metrics; wandb offline: WANDB_MODE=offline",
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
@@ -176,11 +176,11 @@ def override(key: str, value: Any) -> str:
 
 def describe_options() -> str:
     """Every key with its type, default, allowed values and meaning, for --help."""
-    lines = ["keys (give them in the YAML file, or as section.key=value):"]
+    lines = ["keys and their defaults, for the YAML file or as section.key=value:"]
     indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
     for key, item in OPTIONS.items():
-        allowed = allowed_values(item)
-        lines.append(f"  {key} = {item.default!r}: {allowed}")
+        allowed = allowed_values(item).replace("text in quotes", "text")
+        lines.append(f"  {override(key, item.default)}: {allowed}")
         lines += textwrap.wrap(item.metadata["help"], 84, **indent)
     return "\n".join(lines)
 

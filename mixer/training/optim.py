@@ -32,27 +32,27 @@ LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
 class OptimConfig:
     name: str = option(
         "adamw",
-        "adamw, or muon for the matrices of linear layers with AdamW for all else",
+        "adamw, or muon: Muon for the matrices of linear layers, AdamW for the rest",
         choices=OPTIMIZERS,
     )
     lr: float = option(5e-4, "peak learning rate", at_least=0)
     schedule: str = option(
-        "cosine", "learning rate after the warm-up", choices=("cosine", "linear", "constant")
+        "cosine", "decay of lr after the warm-up", choices=("cosine", "linear", "constant")
     )
     warmup_steps: int = option(500, "steps of linear warm-up", at_least=0)
-    min_lr_ratio: float = option(0.0, "the final rate as a share of lr", at_least=0, at_most=1)
-    weight_decay: float = option(0.01, "on weights alone, not on biases and norms", at_least=0)
+    min_lr_ratio: float = option(0.0, "final learning rate as a share of lr", at_least=0, at_most=1)
+    weight_decay: float = option(0.01, "of weights, not of biases and norms", at_least=0)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
     beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
     shared_lags: bool = option(
-        False, "full mixing weights also learn as their lags, a number for each distance of tokens"
+        False, "full mixing weights also learn one number per lag, the distance of two tokens"
     )
     shared_lags_lr: float | None = option(
         None,
         "rate of lags (shared, or the weight itself) as a multiple of lr; "
-        f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} where the context is above {LONG} tokens",
+        f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} if the context exceeds {LONG} tokens",
         above=0,
     )
     mixing_lr: float = option(1.0, "rate of full mixing weights as a multiple of lr", above=0)
@@ -245,6 +245,6 @@ class Guard:
                 advice = "set train.mixed_precision=bf16 or no"
             raise NotFinite(
                 f"{found}. The weights did not change: {advice} and run the same command again, "
-                "which goes on from the last checkpoint"
+                "which resumes from the last checkpoint"
             )
         return skipped

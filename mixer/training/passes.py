@@ -134,10 +134,10 @@ def obstacle_to_graph(train: TrainConfig, world: World) -> str:
     shared = train.objective == "contrastive" and world.size > 1
     obstacles = {
         "train.cuda_graphs=false": train.cuda_graphs == "false",
-        "it is for GPUs": not on_gpu,
+        "there is no GPU": not on_gpu,
         "FSDP moves the weights": world.is_sharded,
         "micro-batches are accumulated": train.gradient_accumulation_steps > 1,
-        "blocks that are computed again cannot be recorded": train.recompute == "block",
+        "recomputed blocks cannot be recorded": train.recompute == "block",
         "the processes exchange vectors in the middle": shared,
         # and DDP sums gradients beside the backward pass, over slower links too
         "this GPU computes for longer than the CPU needs to launch it": (

@@ -161,7 +161,7 @@ def parallelize(
 LESS_MEMORY = (
     "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
     "factor (the losses stay the same); or set train.recompute=block or "
-    "train.mixed_precision=bf16; or choose a smaller model. Then give the same command again"
+    "train.mixed_precision=bf16; or choose a smaller model. Then run the same command again"
 )
 
 
@@ -208,7 +208,7 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         needed += psutil.Process().memory_info().rss
         if needed > (limit := memory_limit(world.device)):
             raise UserError(
-                f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, and "
+                f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, but "
                 f"there are {limit / 2**30:.1f}. {LESS_MEMORY}"
             )
     return needed / 2**30
@@ -228,7 +228,7 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
-    begins += "" if left else f", already finished ({steps:,} steps); raise train.steps to go on"
+    begins += "" if left else f", already finished ({steps:,} steps); raise train.steps to continue"
     about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
     return (
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
@@ -274,8 +274,7 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
         if changed.keys() - HARMLESS:
             raise UserError(
                 f"{run.directory} has {step} steps, which were trained with other settings: "
-                f"{listed}. Set these back, choose another name for another run, or raise "
-                "train.steps to go on"
+                f"{listed}. Set these back, choose another name, or raise train.steps to continue"
             )
     elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")
@@ -294,7 +293,7 @@ def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: Wor
         world.say(
             f"the learning rate jumps from {last:.3g} to {now:.3g}: the loss may rise. To go on at "
             f"the old rate set optim.schedule=constant optim.lr={last:.3g} optim.warmup_steps=0; "
-            "for one schedule over all steps train anew under another name"
+            "for one schedule over all steps train again under another name"
         )
 
 

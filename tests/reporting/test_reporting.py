@@ -189,6 +189,11 @@ def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, 
         report.main(["one", name])
         differs = "texts differ: compare bits" in capsys.readouterr().out
         assert differs == (name == "other")
+        ends = [y[-1] for _, y in curves(drawn[-1].axes[0]).values()]
+        measured = [read_metrics(run)[-1] for run in ("one", name)]
+        key = "validation_bits_per_byte" if differs else "validation_loss"
+        assert ends == [line[key] for line in measured]
+        assert ("bits per byte" in drawn[-1].axes[0].get_ylabel()) == differs
 
 
 DAMAGED = [

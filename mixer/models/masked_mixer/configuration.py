@@ -42,7 +42,7 @@ class MixerOptions:
     )
     num_mixer_heads: int = option(1, "groups of channels, each with its own mixing weight", **SIZE)
     mixer_projections: bool = option(
-        True, "linear layers around several heads; false: none, and with keys heads in all blocks"
+        True, "linear layers around the heads; false: none, and with keys, heads in all blocks"
     )
     mixer_kernel_size: int = option(1, "taps of the convolution over the channels", **SIZE)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
@@ -53,32 +53,31 @@ class MixerOptions:
         0, "keyed mixing: queries and keys of this size scale the weights; 0: none", **SIZE_OR_0
     )
     mixer_keyed_every: int = option(
-        1, "with keys: 4 for keyed mixing in every fourth block, others gated or flat", at_least=1
+        1, "with keys: keyed mixing in every n-th block, others gated or flat", at_least=1
     )
-    mixer_attention: bool = option(False, "with keys: softmax attention in place of keyed mixing")
+    mixer_attention: bool = option(False, "with keys: softmax attention instead of keyed mixing")
     mixer_key_norm: bool = option(False, "with keys: RMS norms of queries and keys in each head")
-    mixer_rotary: bool = option(False, "with keys: queries and keys are rotated by their position")
-    mixer_key_shift: bool = option(False, "with keys: add a learned share of the key before")
+    mixer_rotary: bool = option(False, "with keys: rotate queries and keys by position")
+    mixer_key_shift: bool = option(False, "with keys: add a learned share of the previous key")
     value_embeddings: int = option(
-        0, "with keys: each n-th block adds a token embedding to the values", **SIZE_OR_0
+        0, "with keys: every n-th block adds a token embedding to the values", **SIZE_OR_0
     )
     mixing_weight: str = option(
         "full",
-        "numbers for pairs of positions (full), for distances (lags), or for positions: a "
-        "recurrence by rows, by columns, or mixed (half of the heads each)",
+        "full: a number per pair of positions; lags: per distance; rows, columns, mixed: recurrent",
         choices=("full", "lags", *RECURRENT),
     )
     mixing_decay: bool = option(False, "with a recurrence: each head learns how fast it forgets")
     mlp_first: bool = option(False, "a block's MLP stands before its mixing")
     mixing_init: str = option(
         "reference",
-        "initial mixing weights: reference (random, as the author's), zero, or shift (the token "
+        "initial mixing weights: reference (random, like the author's), zero, or shift (the token "
         "some places back; in keyed mixing, a mean of earlier tokens)",
         choices=("reference", "zero", "shift"),
     )
-    zero_init: bool = option(False, "blocks start as the identity, the embedding small")
+    zero_init: bool = option(False, "blocks start as the identity, embeddings small")
     kaiming_init: bool = option(
-        False, "initial variance 2 / inputs, biases 0, as in the author's other mixers"
+        False, "initial variance 2 / inputs, biases 0, like the author's other mixers"
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
@@ -90,7 +89,7 @@ class MixerOptions:
     mixing_backend: str = option(
         "auto",
         "what mixes tokens: cuda (our kernels), dense (plain PyTorch), or auto: cuda where it can "
-        "run; on GPUs other than H100 and H200, training first times both and takes the faster",
+        "run; on GPUs other than H100 and H200, training first times both and keeps the faster",
         choices=BACKENDS,
     )
 
