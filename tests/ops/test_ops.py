@@ -64,10 +64,14 @@ def convolve(backend):
 
 def definition(x, weight, bias, residual):
     """PyTorch's own Conv1d for each head, its (out, in, taps) weight masked lower-triangular;
-    inputs padded to the context.
+    inputs padded to the context. Beyond it, lags are zero and biases the last one.
     """
     heads, taps, context = weight.shape[:3]
     if weight.dim() == 3:
+        more = max(0, x.shape[1] - context)
+        weight, context = nn.functional.pad(weight, (0, more)), context + more
+        if bias is not None:
+            bias = torch.cat([bias, bias[:, -1:].expand(-1, more)], 1)
         lag = torch.arange(context)[:, None] - torch.arange(context)
         weight = weight[..., lag.clamp(min=0)]
     tokens = x.shape[1]
@@ -280,7 +284,7 @@ def fits(x, weight, bias, residual, backend, kind) -> bool:
     return (
         backend in BACKENDS
         and len(set(square)) == 1
-        and 1 <= tokens <= square[0]
+        and 1 <= tokens <= (square[0] if kind == "weight" else tokens)
         and channels > 0
         and channels % heads == 0
         and x.dtype in DTYPES
