@@ -27,7 +27,7 @@ def continuations(
         raise UserError(f"{said}; allowed: 1 or more, 0 or more, and 0 to 2**32 - 1")
     for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
-            raise UserError(f"a prompt is {prompt[:50]!r}; allowed: UTF-8 text that is not empty")
+            raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
     device = choose_device("auto", "fp32")
     sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
     lower = "Give fewer prompts at once, or a smaller --new-tokens"
