@@ -67,7 +67,7 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
     samples = len(TokenFile(small_run["data"]["directory"], "train", 32))
     epochs = f"{12 * 8 / samples:.2f} epochs of {samples:,} samples"
     words = (
-        rf"12 steps of 256 tokens, {epochs}\nabout ([\d.]+) GB of memory, at least 0:00:00; a fr"
+        rf"12 steps of 256 tokens, {epochs}\nabout ([\d.]+) GB of memory, at least 0:00:0\d; a fr"
     )
     memory = float(re.search(words, output)[1])
     assert "tokens/s, 0:00:00 left" in output
