@@ -11,10 +11,10 @@ import math
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel
+from torch import nn
 
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
-from mixer.common.errors import command_parser, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, directory_for, whole_directory
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.reporting.figure import PLAIN, curves, log_axis, log_means, new_figure
@@ -36,34 +36,42 @@ def main(arguments=None) -> None:
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
-    layers = mixing_matrices(load_masked_mixer(options.checkpoint))
+    model, rows, curves_by_lag, pages = (
+        load_masked_mixer(options.checkpoint),
+        [],
+        {},
+        ["by_lag.png"],
+    )
     with whole_directory(output) as stage:
-        names = [f"layer-{number:02d}.png" for number in range(len(layers))]
-        for number, matrices in enumerate(layers):
-            plot_layer(number, matrices, stage / names[number])
-        plot_by_lag(layers, stage / "by_lag.png")
-        pictures = "".join(f"\n![{name}]({name})\n" for name in ["by_lag.png", *names])
-        parts = [f"# Mixing matrices of {options.checkpoint}", measures(layers), wrapped(NOTES)]
-        (stage / "index.md").write_text("\n\n".join(parts) + "\n" + pictures, encoding="utf-8")
+        for number, layer in enumerate(model.model.layers):  # in memory are those of one layer
+            if matrices := mixing_matrices(layer):  # attention has none
+                pages.append(f"layer-{number:02d}.png")
+                plot_layer(number, matrices, stage / pages[-1])
+                rows += measures(number, matrices)
+                curves_by_lag[number] = by_lag(matrices)
+        if not rows:
+            problem = "has attention in all blocks, and no mixing matrices"
+            raise UserError(f"{options.checkpoint} {problem}: give a model that has some")
+        plot_by_lag(curves_by_lag, stage / "by_lag.png")
+        pictures = "".join(f"\n![{name}]({name})\n" for name in pages)
+        text = [f"# Mixing matrices of {options.checkpoint}", table(rows, keys=2), wrapped(NOTES)]
+        (stage / "index.md").write_text("\n\n".join(text) + "\n" + pictures, encoding="utf-8")
     print(output / "index.md")
 
 
-def mixing_matrices(model: PreTrainedModel) -> list[Matrices]:
-    """The matrices of each layer: "W", or such as "W2 head 0 tap 1" where there are several."""
-    layers = []
-    for layer in model.model.layers:
-        found = [part for part in layer.mixing.modules() if isinstance(part, TriangularConv)]
-        matrices = {}
-        for number, conv in enumerate(found, 1):
-            # (heads, taps, context, context)
-            weight = conv.mixing_weight().detach().double().cpu().tril().numpy()
-            heads, taps = weight.shape[:2]
-            for head, tap in np.ndindex(heads, taps):
-                name = f"W{number}" if len(found) > 1 else "W"
-                name += (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
-                matrices[name] = weight[head, tap]
-        layers.append(matrices)
-    return layers
+def mixing_matrices(layer: nn.Module) -> Matrices:
+    """The matrices of a layer: "W", or such as "W2 head 0 tap 1" where there are several."""
+    found = [part for part in layer.mixing.modules() if isinstance(part, TriangularConv)]
+    matrices = {}
+    for number, conv in enumerate(found, 1):
+        # (heads, taps, context, context)
+        weight = conv.mixing_weight().detach().double().cpu().tril().numpy()
+        heads, taps = weight.shape[:2]
+        for head, tap in np.ndindex(heads, taps):
+            name = f"W{number}" if len(found) > 1 else "W"
+            name += (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
+            matrices[name] = weight[head, tap]
+    return matrices
 
 
 def effective_context(matrix: np.ndarray) -> int:
@@ -72,18 +80,23 @@ def effective_context(matrix: np.ndarray) -> int:
     return 1 + int((reached < SHARE * reached[-1]).sum())
 
 
-def measures(layers: list[Matrices]) -> str:
-    """A table of all matrices."""
+def measures(layer: int, matrices: Matrices) -> list[dict]:
+    """The rows of a layer in the table of all."""
     rows = []
-    for number, matrices in enumerate(layers):
-        for name, matrix in matrices.items():
-            size = np.abs(matrix)
-            row = {"layer": number, "matrix": name}
-            row["mean abs W"] = float(size[np.tri(len(matrix), dtype=bool)].mean())
-            row["share at lag 0"] = float(np.trace(size) / (size.sum() or 1.0))
-            row["effective context, last row"] = effective_context(matrix)
-            rows.append(row)
-    return table(rows, keys=2)
+    for name, matrix in matrices.items():
+        size = np.abs(matrix)
+        row = {"layer": layer, "matrix": name}
+        row["mean abs W"] = float(size[np.tri(len(matrix), dtype=bool)].mean())
+        row["share at lag 0"] = float(np.trace(size) / (size.sum() or 1.0))
+        row["effective context, last row"] = effective_context(matrix)
+        rows.append(row)
+    return rows
+
+
+def by_lag(matrices: Matrices) -> np.ndarray:
+    """The mean |W| of each diagonal, over all matrices: (context,)."""
+    size = np.abs(list(matrices.values())).mean(0)  # (context, context)
+    return np.array([np.diagonal(size, -lag).mean() for lag in range(len(size))])
 
 
 def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
@@ -106,16 +119,14 @@ def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
     figure.savefig(output)
 
 
-def plot_by_lag(layers: list[Matrices], output: Path) -> None:
-    """For each layer the mean over its matrices: each lag pale, means over ranges of lags dark."""
+def plot_by_lag(found: dict[int, np.ndarray], output: Path) -> None:
+    """`by_lag` of each layer, by its number: each lag pale, means over ranges of lags dark."""
     from matplotlib import colormaps
 
     with curves(output, "|W| by lag", "lag (tokens back)", "mean |W|") as axes:
-        for number, matrices in enumerate(layers):
-            colour = colormaps["viridis"](0.9 * number / max(len(layers) - 1, 1))
-            size = np.abs(list(matrices.values())).mean(0)  # (context, context)
-            lags = np.arange(len(size))
-            curve = np.array([np.diagonal(size, -lag).mean() for lag in lags])
+        for number, curve in found.items():
+            colour = colormaps["viridis"](0.9 * number / max(*found, 1))
+            lags = np.arange(len(curve))
             axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
             axes.plot(*log_means(lags, curve), "o-", color=colour, label=f"layer {number}")
         axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0

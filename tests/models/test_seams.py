@@ -37,7 +37,7 @@ def test_the_pages_variant_trains(write_config, monkeypatch, tmp_path):
     assert losses[12] < losses[1] - 0.2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/mine/step-12")
     assert type(model.model.layers[0].mixing).__name__ == "Mine"
-    assert len(mixing_matrices(model)) == len(model.model.layers)
+    assert all(map(mixing_matrices, model.model.layers))
 
 
 @pytest.mark.parametrize(

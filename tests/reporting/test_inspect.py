@@ -14,6 +14,7 @@ from pictures import assert_png
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.inspect import (
+    by_lag,
     effective_context,
     main,
     mixing_matrices,
@@ -41,7 +42,7 @@ def test_the_matrices_are_the_models_and_never_its_upper_triangle():
     )
     with torch.no_grad():
         model.model.layers[0].mixing.conv.weight += 1
-    (layer,) = mixing_matrices(model)
+    layer = mixing_matrices(model.model.layers[0])
     expected = model.model.layers[0].mixing.conv.weight[0, 0].tril().detach().numpy()
     np.testing.assert_array_equal(layer["W"], expected)
 
@@ -78,8 +79,24 @@ def test_sizes_by_lag_are_marked_in_plain_numbers_whatever_their_range(tmp_path,
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     lags = np.subtract.outer(np.arange(24), np.arange(24)).clip(0)
-    plot_by_lag([{"W": 0.031 * float(span) ** (-lags / 23)}], tmp_path / "by_lag.png")
+    curve = by_lag({"W": 0.031 * float(span) ** (-lags / 23)})
+    plot_by_lag({0: curve}, tmp_path / "by_lag.png")
     assert 2 <= len([float(mark.replace("\N{MINUS SIGN}", "-")) for mark in marks if mark]) <= 12
+
+
+@pytest.mark.parametrize("every", [2, 1])
+def test_attention_has_no_matrices(every, tmp_path):
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 24}
+    shape |= {"vocab_size": 30, "mixer_key_size": 4, "mixer_attention": True}
+    config = MaskedMixerConfig(mixer_keyed_every=every, **shape)
+    MaskedMixerForCausalLM(config).save_pretrained(tmp_path / "step-2")
+    command = ["--checkpoint", str(tmp_path / "step-2")]
+    if every == 1:
+        with pytest.raises(UserError, match="step-2 has attention in all blocks"):
+            main(command)
+    else:
+        main(command)
+        assert "](layer-01.png)" not in (tmp_path / "inspect-step-2/index.md").read_text()
 
 
 def test_what_has_no_matrices_is_refused(tmp_path):
