@@ -57,10 +57,11 @@ def source_parts(config: DataConfig) -> list[Part]:
     for file in files if config.source == "text" else ():
         name = file.name.lower()
         kind = next((kind for kind, ends in SUFFIXES.items() if name.endswith(ends)), "")
-        if kind and ".json" not in (file.suffix, Path(file.stem).suffix):  # a text, of source code
+        # .json is a text, too: of source code
+        if kind and not name.endswith(tuple(".json" + how for how in ("", *OPENERS))):
             raise UserError(
-                f"{file} has a document in each row, and data.source=text takes it for one: give "
-                f"data.source={kind}, or a data.path without it"
+                f"{file} has a document in each row, but data.source=text reads a file as one: "
+                f"give data.source={kind}, or leave the file out of data.path"
             )
     return [Part(config, file) for file in files]
 

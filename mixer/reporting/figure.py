@@ -82,7 +82,7 @@ def log_axis(axis, base: int = 2, factors: tuple[float, ...] = (1, 1.25, 1.5, 1.
 
 def plot_loss_by_position(results: list[dict], output: Path) -> None:
     """Draws evaluations' losses by position, from 1, and marks a context shorter than windows."""
-    x, y = "tokens that the prediction can see", "loss (nats per token)"
+    x, y = "tokens before the predicted one", "loss (nats per token)"
     with curves(output, "Loss by position", x, y) as axes:
         for number, result in enumerate(results):
             values = np.array(result["loss_by_position"], dtype=float)  # None is NaN

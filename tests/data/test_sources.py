@@ -179,7 +179,7 @@ def test_a_dataset_saved_to_disk_is_named_where_it_is_no_source(tmp_path):
 )
 def test_rows_are_not_taken_for_one_document(tmp_path, name, kind):
     (tmp_path / "notes.txt").write_text("one")
-    (tmp_path / "package.json").write_text("{}")  # belongs to source code
+    (tmp_path / "package.JSON").write_text("{}")  # belongs to source code
     config = DataConfig(source="text", path=str(tmp_path))
     assert sorted(documents_of(config)) == ["one", "{}"]
     (tmp_path / name).write_bytes(b"")
