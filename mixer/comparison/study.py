@@ -98,9 +98,9 @@ class Study:
                 self.problems.append(str(error))
 
     def start(self, job: Job, run: Run, gpu: str) -> None:
-        # A fork has imported everything already, but CUDA does not survive one. An import may ask
-        # CUDA which GPUs are visible: the process is born with one.
-        context = multiprocessing.get_context("spawn" if gpu else "fork")
+        # A fork has imported everything already. This process does not use CUDA, which does not
+        # survive one.
+        context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=report_run, args=(theirs, run, self.folder))
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -230,8 +230,9 @@ class Passes:
 
     On a GPU that is fast for its CPU they are one CUDA graph, replayed by one launch in place of
     thousands. A graph reads and writes the same memory at each replay: the batch is copied there,
-    and the gradients stay where they are. Its processes sum their gradients at once, after it; DDP,
-    which the other GPUs have, sums them beside the backward pass.
+    and the gradients stay where they are. Its processes sum their gradients at once, after it, in
+    bf16 where that is the autocast type; DDP, which the other GPUs have, sums them beside the
+    backward pass.
 
     Args:
         parallel: the model with its loss, in DDP or FSDP where there is no graph.
@@ -254,13 +255,11 @@ class Passes:
             place.copy_(value)
         self.factor.copy_(factor) if isinstance(factor, Tensor) else self.factor.fill_(factor)
         self.graph.replay()
-        gradients = self.gradients
         if self.world.size > 1:
-            every = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(every, dist.ReduceOp.AVG)  # DDP takes the mean, too
-            parts = every.split([gradient.numel() for gradient in gradients])
-            gradients = [part.view_as(own) for part, own in zip(parts, gradients, strict=True)]
-        for weight, gradient in zip(self.weights, gradients, strict=True):
+            torch._foreach_copy_(self.sums, self.gradients)
+            dist.all_reduce(self.exchanged, dist.ReduceOp.AVG)  # DDP takes the mean, too
+            torch._foreach_copy_(self.gradients, self.sums)
+        for weight, gradient in zip(self.weights, self.gradients, strict=True):
             weight.grad = gradient
         return self.nats
 
@@ -284,6 +283,13 @@ class Passes:
         self.graph = graph
         self.weights = [w for w in self.parallel.parameters() if w.grad is not None]
         self.gradients = [weight.grad for weight in self.weights]
+        if self.world.size > 1:
+            in_bf16 = self.accelerator.mixed_precision == "bf16"
+            dtype = torch.bfloat16 if in_bf16 else torch.float32
+            counts = [gradient.numel() for gradient in self.gradients]
+            self.exchanged = torch.empty(sum(counts), dtype=dtype, device=tokens.device)
+            parts = zip(self.exchanged.split(counts), self.gradients, strict=True)
+            self.sums = [part.view_as(gradient) for part, gradient in parts]
 
     def _run(self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> Tensor:
         nats = torch.zeros((), device=self.world.device)

@@ -1,7 +1,6 @@
 """Models side by side: each trains by the trainer itself, goes on where it was cut, is compared."""
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -266,8 +265,6 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     def iterate(name):
         yield Run(name, {})
 
-    fork = multiprocessing.get_context("fork")  # starts sooner than what a GPU needs
-    monkeypatch.setattr(study.multiprocessing, "get_context", {"spawn": fork}.get)
     monkeypatch.setattr(study, "visible_gpus", lambda: ["3", "GPU-5"])
     monkeypatch.setattr(study, "report_run", report_lane)
     written = []
