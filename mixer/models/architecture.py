@@ -18,7 +18,6 @@ from mixer.models.masked_mixer.configuration import (
     SIZE,
     MaskedMixerConfig,
     MixerOptions,
-    gated_width,
     shape_problems,
 )
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -123,12 +122,13 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
     if model.architecture == "masked_mixer":
         options = {item.name: getattr(model, item.name) for item in fields(MixerOptions)}
         return MaskedMixerConfig(**common, **options)
+    default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)
     return TRANSFORMERS[model.architecture].config_class(
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         max_position_embeddings=model.max_position_embeddings,
-        intermediate_size=model.intermediate_size or gated_width(model),
+        intermediate_size=model.intermediate_size or default_width,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=model.hidden_size // heads,

@@ -38,7 +38,7 @@ class MixerOptions:
     num_hidden_layers: int = option(16, "number of blocks", at_least=1, at_most=1000)
     max_position_embeddings: int = option(512, "context in tokens", at_least=2, at_most=2**20)
     intermediate_size: int | None = option(
-        None, "width of the MLP; null for 4 x hidden_size, of swiglu 8/3", at_least=1, at_most=2**20
+        None, "width of the MLP; null for 4 x hidden_size", at_least=1, at_most=2**20
     )
     num_mixer_heads: int = option(1, "groups of channels, each with its own mixing weight", **SIZE)
     mixer_projections: bool = option(
@@ -84,9 +84,7 @@ class MixerOptions:
     final_norm: bool = option(False, "a LayerNorm before lm_head")
     linear_bias: bool = option(True, "whether linear layers have biases; lm_head never has")
     hidden_act: str = option(
-        "gelu",
-        "the MLP's nonlinearity; relu2: ReLU squared; swiglu: SiLU(gate) x value, of 2 projections",
-        choices=("gelu", "relu2", "silu", "swiglu"),
+        "gelu", "the MLP's nonlinearity; relu2: ReLU squared", choices=("gelu", "relu2", "silu")
     )
     mixing_backend: str = option(
         "auto",
@@ -147,11 +145,6 @@ def shape_problems(options: MixerOptions) -> list[str]:
     ]
 
 
-def gated_width(options: MixerOptions) -> int:
-    """8/3 x hidden_size in whole 64s: three matrices as large as two of 4 x hidden_size."""
-    return max(1, round(options.hidden_size * 8 / 3 / 64)) * 64
-
-
 class MaskedMixerConfig(PreTrainedConfig):
     """The configuration of a masked mixer: fields of ModelOptions, and what PreTrainedConfig takes.
     Raises ValueError for values that are not allowed, or not together.
@@ -167,8 +160,7 @@ class MaskedMixerConfig(PreTrainedConfig):
         for name in NAMES:
             setattr(self, name, getattr(chosen, name))
         if self.intermediate_size is None:
-            gated = self.hidden_act == "swiglu"
-            self.intermediate_size = gated_width(chosen) if gated else 4 * self.hidden_size
+            self.intermediate_size = 4 * self.hidden_size
         super().__init__(tie_word_embeddings=chosen.tie_word_embeddings, **options)
 
     @property

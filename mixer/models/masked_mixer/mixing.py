@@ -205,12 +205,6 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """SiLU of the first half of the channels times the second (arXiv 2002.05202)."""
-    gate, value = x.chunk(2, dim=-1)
-    return F.silu(gate) * value
-
-
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x), with Phi the normal distribution function (arXiv 1606.08415)."""
     if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):

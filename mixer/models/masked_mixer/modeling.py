@@ -26,9 +26,8 @@ from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import TriangularConv
 from .loops import InTransformersLoops
-from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations, swiglu
+from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations
 
-ACTIVATIONS = {"gelu": gelu, "relu2": relu2, "silu": F.silu, "swiglu": swiglu}  # by hidden_act
 # The standard deviation of the embedding's initial weights with zero_init; 1 without.
 SMALL_EMBEDDING = 0.05
 
@@ -42,10 +41,9 @@ class MLP(nn.Module):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.activation = ACTIVATIONS[config.hidden_act]
-        parts = [wide, wide] if self.activation is swiglu else [wide]
-        self.up_proj = Linear(hidden, *parts, bias=bias)
+        self.up_proj = Linear(hidden, wide, bias=bias)
         self.down_proj = Linear(wide, hidden, bias=bias)
+        self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up_proj(x)
