@@ -29,6 +29,7 @@ from mixer.training.passes import useful_flops
 
 LEFT = 3  # exit status of a command that must be given again to do all
 POINTS = 60  # of a curve of the results, at most
+NAMED = "CUDA_VISIBLE_DEVICES"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -103,7 +104,7 @@ class Study:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=report_run, args=(theirs, run, self.folder))
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        os.environ[NAMED] = gpu
         process.start()
         theirs.close()  # so that the end of the process ends what is read
         self.running[ours] = job, run, gpu, process
@@ -128,10 +129,11 @@ class Study:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; one without a name where there is none."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    return named.split(",")[:count] or [""]
+    """As CUDA_VISIBLE_DEVICES names them, or their numbers; one without a name where there is none.
+    Those that are named are not counted: CUDA itself would count parts of a GPU.
+    """
+    numbers = map(str, range(0 if NAMED in os.environ else torch.cuda.device_count()))
+    return os.environ.get(NAMED, ",".join(numbers)).split(",")
 
 
 def report_run(connection: Connection, run: Run, folder: Path) -> None:

@@ -285,6 +285,14 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     assert {row["command"] for row in rows.values()} == {"first"}
 
 
+def test_gpus_that_are_named_are_not_counted_which_may_take_cuda_from_forks(monkeypatch):
+    monkeypatch.setattr(study.torch.cuda, "device_count", lambda: pytest.fail("counted"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert study.visible_gpus() == ["MIG-a", "MIG-b"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert study.visible_gpus() == [""]
+
+
 def test_a_plan_of_tasks_ends_with_their_accuracies(train, tmp_path):
     tasks = {name: {"data.source": name} for name in ("copy", "recall")}
     command = train({"seconds": 0.2, "kinds": {"flat": tasks}})
