@@ -36,12 +36,8 @@ def main(arguments=None) -> None:
     options = parser.parse_args(arguments)
     output = Path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
-    model, rows, curves_by_lag, pages = (
-        load_masked_mixer(options.checkpoint),
-        [],
-        {},
-        ["by_lag.png"],
-    )
+    model = load_masked_mixer(options.checkpoint)
+    rows, curves_by_lag, pages = [], {}, ["by_lag.png"]
     with whole_directory(output) as stage:
         for number, layer in enumerate(model.model.layers):  # in memory are those of one layer
             if matrices := mixing_matrices(layer):  # attention has none

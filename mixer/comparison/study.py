@@ -29,7 +29,7 @@ from mixer.training.passes import useful_flops
 
 LEFT = 3  # exit status of a command that must be given again to do all
 POINTS = 60  # of a curve of the results, at most
-NAMED = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -99,12 +99,11 @@ class Study:
                 self.problems.append(str(error))
 
     def start(self, job: Job, run: Run, gpu: str) -> None:
-        # A fork has imported everything already. This process does not use CUDA, which does not
-        # survive one.
+        # A fork has imported everything already. It can use CUDA only if this process has not.
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=report_run, args=(theirs, run, self.folder))
-        os.environ[NAMED] = gpu
+        os.environ[VISIBLE] = gpu
         process.start()
         theirs.close()  # so that the end of the process ends what is read
         self.running[ours] = job, run, gpu, process
@@ -130,10 +129,11 @@ class Study:
 
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them, or their numbers; one without a name where there is none.
-    Those that are named are not counted: CUDA itself would count parts of a GPU.
+    Named ones are not counted: to count parts of a GPU (MIG), torch starts CUDA.
     """
-    numbers = map(str, range(0 if NAMED in os.environ else torch.cuda.device_count()))
-    return os.environ.get(NAMED, ",".join(numbers)).split(",")
+    if VISIBLE in os.environ:
+        return os.environ[VISIBLE].split(",")
+    return [str(number) for number in range(torch.cuda.device_count())] or [""]
 
 
 def report_run(connection: Connection, run: Run, folder: Path) -> None:

@@ -53,9 +53,8 @@ def keyed_conv(
         weight: (heads, 1, context, context), out then in, with context >= tokens, in their dtype or
             fp32. The strictly upper triangle is never read, and its gradient is exactly zero.
         bias: (heads, context), in the dtype of weight or lags.
-        lags: (heads, 1, context), in place of weight. There may be more tokens: then each mixes the
-            last `context` of them, over which sums and means run, by the last bias and in plain
-            PyTorch.
+        lags: (heads, 1, context), in place of weight. A text may be longer: then each token mixes,
+            sums and averages the last `context` tokens, with the last bias, in plain PyTorch.
         decay: (heads,) fp32, none negative, with lags alone; has no gradient. None: without the
             second term.
         backend: "cuda" or "auto" for our kernels, which keep no product of two tokens in memory,
