@@ -24,7 +24,7 @@ READ_BY = {
 # Options that these sources alone use. A configuration may set them all the same: other sources are
 # chosen on the command line, over its own.
 OF_SOURCES = {
-    "pairs": ("recall",),
+    "pairs": ("recall", "needle"),
     "subset": ("builtin", "hub"),
     "split": ("hub",),
     "text_field": ("jsonl", "parquet", "hub"),
@@ -53,7 +53,9 @@ class DataConfig:
     vocab_size: int = option(
         8000, "tokens of a new BPE, or of a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
     )
-    pairs: int = option(0, "recall: key-value pairs per sample; 0: all that fit", at_least=0)
+    pairs: int = option(
+        0, "recall, needle: pairs per sample (of training); 0: all that fit", at_least=0
+    )
     directory: str = option("data/builtin", "where the tokenized text goes")
     packed: bool = option(
         True, "join documents by EOS, cut at the context; false: each starts a new, padded row"
@@ -70,7 +72,7 @@ class DataConfig:
 def unused_options(config: DataConfig) -> set[str]:
     """Options that the chosen source, tokenizer or validation text leaves without a use."""
     if config.source in TASKS:
-        used = {"source", "vocab_size", *(["pairs"] if config.source == "recall" else [])}
+        used = {"source", "vocab_size", *(["pairs"] if config.source != "copy" else [])}
         return {item.name for item in fields(config)} - used
     unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
     if config.tokenizer != "train":

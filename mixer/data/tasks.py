@@ -3,7 +3,8 @@
 copy     random tokens, a separator, and the same tokens again
 recall   key-value pairs among random tokens, then each key again with its value, in another order
          (multi-query associative recall, arXiv 2312.04927)
-needle   recall of one pair
+needle   recall of one pair in validation. One answer a sample is too little to learn from: training
+         has samples of recall.
 
 Only the answers are scored: the copied tokens, and the values at the end.
 """
@@ -45,7 +46,8 @@ class TaskSamples:
         self.seed = np.uint64(hash_number(f"{config.source} {split}"))
         self.samples, self.answers = SAMPLES[split], np.zeros(context + 1, dtype=bool)
         most = min((context + 1) // 4, self.keys)
-        self.pairs = 1 if self.task == "needle" else config.pairs or most
+        is_one = self.task == "needle" and split == "validation"
+        self.pairs = 1 if is_one else config.pairs or most
         if context < 3 or self.pairs > most:
             raise UserError(
                 f"data.source = {self.task} with data.pairs = {config.pairs} does not fit into a "

@@ -30,11 +30,19 @@ def test_a_copy_repeats_its_first_half_after_a_separator(context):
 
 
 @pytest.mark.parametrize(
-    "task, context, pairs, asked",
-    [("recall", 15, 0, 4), ("recall", 64, 5, 5), ("recall", 63, 16, 16), ("needle", 40, 9, 1)],
+    "task, split, context, pairs, asked",
+    [
+        ("recall", "train", 15, 0, 4),
+        ("recall", "train", 64, 5, 5),
+        ("recall", "validation", 63, 16, 16),
+        ("needle", "train", 40, 9, 9),
+        ("needle", "validation", 40, 9, 1),
+    ],
 )
-def test_recall_asks_for_each_key_once_and_its_value_stands_behind_it(task, context, pairs, asked):
-    inputs, targets = samples_of(task, context, pairs=pairs).batch(range(300))
+def test_recall_asks_for_each_key_once_and_its_value_stands_behind_it(
+    task, split, context, pairs, asked
+):
+    inputs, targets = samples_of(task, context, split, pairs=pairs).batch(range(300))
     places = []
     for row, scored in zip(inputs.tolist(), targets.tolist(), strict=True):
         body, answered = row[: context + 1 - 2 * asked], []
