@@ -79,7 +79,6 @@ def entrant(name: str) -> dict:
         raise UserError(f"--backends {name}; allowed: {allowed}; other models take a plan")
     # With an MLP of default width it has about as many parameters as a masked mixer of its width.
     found = {"model.architecture": name, "model.intermediate_size": None}
-    found["optim.shared_lags"] = False  # there are no mixing weights
     return found | {f"model.{key}": getattr(ModelConfig(), key) for key in OF_MIXERS}
 
 

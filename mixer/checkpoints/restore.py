@@ -143,7 +143,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> 
     parts: dict[str, list[Any]] = {}  # the files that have each name
     for opened in [safe_open(file, "pt") for file in files]:
         for name in opened.keys():
-            parts.setdefault(name, []).append(opened)
+            if "/lag_exp_avg" not in name:  # of shared lags, which are gone: the rest goes on
+                parts.setdefault(name, []).append(opened)
     if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
         raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
     for name, held in state.items():

@@ -24,6 +24,13 @@ GONE = {
     "logging.wandb": ("disabled",),
     "logging.profile_step": (20,),
     "logging.profile_steps": (0,),
+    "optim.shared_lags": (False,),
+    "optim.shared_lags_lr": (None,),
+}
+# What to do about other values.
+INSTEAD = {
+    "optim.shared_lags": "a new run has model.mixing_weight=lags instead; without the key, an old "
+    "one goes on, and learns full weights alone"
 }
 
 
@@ -205,7 +212,7 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
         near = [other for other in OPTIONS if other.rpartition(".")[2] == key.rpartition(".")[2]]
         near += difflib.get_close_matches(key, OPTIONS, 1)
         hint = f"did you mean {near[0]}?" if near else "allowed keys: python train.py --help"
-        return f"unknown key {key} = {value!r}; {hint}"
+        return f"unknown key {key} = {value!r}; {INSTEAD.get(key, hint)}"
     kind, choices = OPTIONS[key].type, OPTIONS[key].metadata.get("choices", ())
     if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices
@@ -223,7 +230,6 @@ def _value_problems(run: RunConfig) -> list[str]:
     if problems:  # the rules below need values that are allowed alone
         return problems
     train, optim, architecture = run.train, run.optim, run.model.architecture
-    is_mixer, form = architecture == "masked_mixer", run.model.mixing_weight
     clashes = [
         (
             not run.name or "/" in run.name or run.name in (".", ".."),
@@ -235,14 +241,9 @@ def _value_problems(run: RunConfig) -> list[str]:
             "micro-batches would not see each other; allowed: 1",
         ),
         (
-            train.recompute == "activation" and not is_mixer,
+            train.recompute == "activation" and architecture != "masked_mixer",
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
             f"{architecture}: none, block",
-        ),
-        (
-            optim.shared_lags and not (is_mixer and form == "full"),
-            "optim.shared_lags = true, which is for full mixing weights of masked mixers; allowed "
-            f"with mixing_weight {form} and architecture {architecture}: false",
         ),
         (
             optim.warmup_steps > train.steps,

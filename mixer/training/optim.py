@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.options import option
-from mixer.training.updates import ChainedOptimizer, Muon, SharedLagsAdamW, gradients_of
+from mixer.training.updates import ChainedOptimizer, Muon, gradients_of
 
 MOST_SKIPPED = 50  # so many skipped steps in a row end a run
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
@@ -46,12 +46,9 @@ class OptimConfig:
     beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
-    shared_lags: bool = option(
-        False, "full mixing weights also learn one number per lag, the distance of two tokens"
-    )
-    shared_lags_lr: float | None = option(
+    lags_lr: float | None = option(
         None,
-        "rate of lags (shared, or the weight itself) as a multiple of lr; "
+        "rate of mixing weights by lag as a multiple of lr; "
         f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} if the context exceeds {LONG} tokens",
         above=0,
     )
@@ -115,8 +112,8 @@ def adamw(
     kinds: Kinds, config: OptimConfig, processes: Processes, compile: Compile
 ) -> list[torch.optim.Optimizer]:
     """AdamW for everything; weights decay, biases, norms and lags do not."""
-    context = max((part.shape[-1] for part in kinds.mixing + kinds.lags), default=0)
-    lags, decay = config.shared_lags_lr, config.weight_decay
+    context = max((part.shape[-1] for part in kinds.lags), default=0)
+    lags, decay = config.lags_lr, config.weight_decay
     if lags is None:
         lags = LAGS_LR if context <= LONG else LONG_LAGS_LR
     groups = [
@@ -126,13 +123,10 @@ def adamw(
         {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
         {"params": kinds.mixing, "weight_decay": decay, "lr_factor": config.mixing_lr},
     ]
-    if config.shared_lags:
-        groups[-1]["shared_lags"] = lags / config.mixing_lr
     groups = [group for group in groups if group["params"]]
     settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     # Fused on every device: it is the implementation that skips a step on the device.
-    kind = SharedLagsAdamW if config.shared_lags else torch.optim.AdamW
-    return [kind(groups, fused=True, **settings)] if groups else []
+    return [torch.optim.AdamW(groups, fused=True, **settings)] if groups else []
 
 
 def muon(
@@ -153,11 +147,10 @@ OPTIMIZERS |= {"adamw": adamw, "muon": muon}
 
 def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
     """Raises UserError for an optimizer that cannot work on parameters that FSDP shards."""
-    if is_sharded and (config.name != "adamw" or config.shared_lags):
+    if is_sharded and config.name != "adamw":
         raise UserError(
-            f"optim.name = {config.name} and optim.shared_lags = {str(config.shared_lags).lower()} "
-            "with FSDP, which shards the matrices that they work on; allowed with FSDP: adamw and "
-            "false; with DDP, as in configs/accelerate/1x8.yaml: all"
+            f"optim.name = {config.name} with FSDP, which shards the matrices that it works on; "
+            "allowed with FSDP: adamw; with DDP, as in configs/accelerate/1x8.yaml: all"
         )
 
 

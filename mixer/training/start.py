@@ -246,7 +246,7 @@ SETTINGS = ("seed", "model", "data", "train", "optim")  # what decides what is t
 # What another start may change though no step is left: they do not change what was trained.
 HARMLESS = {"train.steps", "processes"}
 # What decides which state the optimizer has: no resume may change it.
-OF_OPTIMIZER = {"optim.name", "optim.shared_lags", "train.objective"}
+OF_OPTIMIZER = {"optim.name", "train.objective"}
 
 
 def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str, Any]:

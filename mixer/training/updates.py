@@ -1,5 +1,5 @@
-"""Optimizers that torch does not have: Muon, AdamW for mixing weights that also learn as their
-lags, and several that act as one. All read `found_inf` and `grad_scale`, as torch's fused ones do.
+"""Optimizers that torch does not have: Muon, and several that act as one. Both read `found_inf` and
+`grad_scale`, as torch's fused ones do.
 """
 
 import math
@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from mixer.ops.plain import diagonal_sums, toeplitz
 
 MATRICES = 16  # that are worked on together: more need more memory, and far more time to compile
 A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
@@ -187,58 +185,6 @@ def iterate(x: Tensor) -> Tensor:
 def _multiply(left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
     """factor x left x right for batches of matrices; the factor takes no time."""
     return torch.baddbmm(left.new_zeros(()), left, right, beta=0, alpha=factor)
-
-
-# ------------------------------------------------------------------------- shared lags
-
-MOMENTS = ("lag_exp_avg", "lag_exp_avg_sq")
-
-
-class SharedLagsAdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True), where groups may have `shared_lags`, a factor of their
-    learning rate: their parameters are mixing weights (heads, taps, context, context), not sharded,
-    and get the AdamW update of their lags, too.
-
-    A mixing weight W[i, j] gets a gradient from one place of each sample, and so learns slowly. A
-    lag's weight a[i - j] gets one from every place. So W is trained as V + toeplitz(a). As V and a
-    act through W alone, only the optimizer needs to know: the gradient of a is the sum of W's along
-    each diagonal, an update of a is added to W along the diagonals, and `a` is never kept.
-
-    Without weight decay that is the training of V and a, up to rounding. Weight decay acts on W,
-    where the reparametrised model would decay V alone, and clipping sees the gradient of W alone.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
-        # before AdamW's own step, which divides the gradients in place
-        lags = [
-            (weight, diagonal_sums(weight.grad), group)
-            for group in self.param_groups
-            for weight in group["params"]
-            if group.get("shared_lags") and weight.grad is not None
-        ]
-        super().step(closure)
-        for weight, gradient, group in lags:
-            self._move(weight, gradient, group)
-
-    def _move(self, weight: nn.Parameter, gradient: Tensor, group: dict) -> None:
-        """Adds AdamW's update (arXiv 1711.05101) of the lags to a weight, or nothing where the step
-        is skipped. gradient: of the lags, (heads, taps, context).
-        """
-        state, (beta1, beta2) = self.state[weight], group["betas"]
-        for name in MOMENTS:
-            state.setdefault(name, torch.zeros_like(gradient))
-        first, second = (state[name] for name in MOMENTS)
-        skip, scale = skip_and_scale(self, weight.device)
-        gradient, live = gradient / scale, skip == 0
-        first.copy_(torch.where(live, torch.lerp(first, gradient, 1 - beta1), first))
-        new_second = beta2 * second + (1 - beta2) * gradient.square()
-        second.copy_(torch.where(live, new_second, second))
-        step = state["step"].double()
-        root = (1 - beta2**step).sqrt().to(first.dtype)
-        rate = (group["lr"] * group["shared_lags"] / (1 - beta1**step)).to(first.dtype)
-        change = rate * first / (second.sqrt() / root + group["eps"])
-        weight -= toeplitz(torch.where(live, change, 0), weight.shape[-1])
 
 
 class ChainedOptimizer(torch.optim.Optimizer):

@@ -2,12 +2,17 @@
 started with again.
 """
 
+import json
 import shutil
 
 import pytest
+import torch
 import yaml
-from runs import RECIPE, read_lines, refusal, state_files
+from checkpoints import list_files
+from runs import read_lines, refusal, state_files
+from safetensors.torch import load_file, save_file
 
+from mixer.common.errors import UserError
 from mixer.export import export
 from mixer.training.config import load_config
 from mixer.training.loop import train
@@ -49,23 +54,31 @@ def test_a_run_that_is_being_trained_is_not_trained_twice(write_config, launch, 
     assert "is being trained by another process" in refusal(config)
 
 
-@pytest.mark.parametrize(
-    ("written_with", "resumed_with", "named"),
-    [
-        ([], "optim.name=muon", "optim.name = muon (was adamw)"),
-        (RECIPE, "optim.shared_lags=false", "optim.shared_lags = False (was True)"),
-    ],
-)
 def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
-    write_config, tmp_path, written_with, resumed_with, named
+    write_config, finished
 ):
-    config = write_config()
-    short = ["train.steps=3", "train.eval_every=0", "train.eval_samples=8"]
-    train(load_config(str(config), [*written_with, *short]))
-    before = state_files(tmp_path / "runs")
-    said = refusal(config, *written_with, resumed_with)
-    assert "state of another optimizer: " in said and named in said
-    assert state_files(tmp_path / "runs") == before
+    before = state_files(finished)
+    said = refusal(write_config(), "optim.name=muon")
+    assert "state of another optimizer: optim.name = muon (was adamw)" in said
+    assert state_files(finished) == before
+
+
+def test_a_run_that_had_shared_lags_goes_on_without_them(write_config, finished):
+    """Earlier versions had the option. Its moments were part of the optimizer's state."""
+    state = finished / "step-12/trainer_state"
+    trainer = json.loads((state / "trainer.json").read_text())
+    trainer["settings"]["optim"] |= {"shared_lags": True, "shared_lags_lr": None}
+    (state / "trainer.json").write_text(json.dumps(trainer))
+    moments = load_file(state / "optimizer-1-of-1.safetensors")
+    name = next(name for name in moments if "/exp_avg" in name).partition("/")[0]
+    lags = {f"{name}/lag_exp_avg": torch.ones(3), f"{name}/lag_exp_avg_sq": torch.ones(3)}
+    save_file(moments | lags, state / "optimizer-1-of-1.safetensors")
+    list_files(finished / "step-12")
+    with pytest.raises(UserError, match="without the key, an old one goes on"):
+        load_config(str(write_config()), ["optim.shared_lags=true"])
+    old = ["optim.shared_lags=false", "optim.shared_lags_lr=null"]
+    train(load_config(str(write_config()), [*old, "train.steps=13"]))
+    assert (finished / "step-13").is_dir()
 
 
 def test_other_settings_for_a_finished_run_are_named_refused_and_recorded_nowhere(

@@ -68,8 +68,8 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
 
 
 def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_path):
-    """Lags that are shared are for the mixers of a comparison alone."""
-    output, options = tmp_path / "compared", ["optim.name=muon", "optim.shared_lags=true"]
+    """Mixing weights by lag are for the mixers of a comparison alone."""
+    output, options = tmp_path / "compared", ["optim.name=muon", "model.mixing_weight=lags"]
     command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
     command += ["--backends", "dense", "llama", "--seconds", 0.3, *options]
     done = run_python(*command, output=tmp_path / "printed")

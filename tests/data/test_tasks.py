@@ -12,7 +12,8 @@ from mixer.data.tasks import SAMPLES, TaskSamples, open_task
 from mixer.evaluation.evaluate import EvalOptions, check_options, evaluate
 
 KEYED = {"hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 16}
-KEYED |= {"num_mixer_heads": 4, "mixer_key_size": 16, "mixing_init": "shift", "final_norm": True}
+KEYED |= {"num_mixer_heads": 4, "mixer_key_size": 16, "final_norm": True}
+KEYED |= {"mixing_weight": "lags", "mixing_init": "shift"}
 
 
 def samples_of(task: str, context: int, split: str = "train", **options) -> TaskSamples:
@@ -101,7 +102,7 @@ def write_task(write_config):
             # As in a configuration for text, of which a task reads nothing.
             data={"path": "nowhere", "vocab_size": 257, "directory": "nowhere"} | data,
             train={"steps": 60, "batch_size": 32, "eval_every": 30, "eval_samples": 64},
-            optim={"name": "muon", "lr": 1e-2, "shared_lags": True, "warmup_steps": 10},
+            optim={"name": "muon", "lr": 1e-2, "warmup_steps": 10},
             checkpoint={"save_every": 30},
             logging={"log_every": 1},
         )

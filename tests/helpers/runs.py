@@ -19,10 +19,10 @@ FSDP = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
-# Overrides for all that is not AdamW on a plain masked mixer: Muon, shared lags, heads, a first
-# mixing matrix that shifts.
+# Overrides for all that is not AdamW on a plain masked mixer: Muon, heads, mixing weights by lag, a
+# first mixing matrix that shifts.
 RECIPE = (
-    *("optim.name=muon", "optim.shared_lags=true"),
+    *("optim.name=muon", "model.mixing_weight=lags"),
     *("model.mixing_init=shift", "model.num_mixer_heads=2"),
 )
 TIMES = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mixer.ops import BACKENDS, DTYPES, cuda, triangular_conv
+from mixer.ops.plain import diagonal_sums
 
 # Every value of every dimension of interest occurs: tokens, channels, batch, heads, taps, context
 # beyond the tokens.
@@ -224,6 +225,13 @@ def test_autocast_casts_the_input_and_leaves_fp32_gradients_to_the_parameter(bac
 def test_exactly_one_kind_of_weight_is_given(kinds):
     with pytest.raises(ValueError, match="either weight .* or lags"):
         triangular_conv(torch.zeros(2, 7, 6), **kinds)
+
+
+@pytest.mark.parametrize("context", (1, 2, 7))
+def test_lags_are_summed_along_diagonals(context):
+    x = torch.randn(2, 3, context, context).double()
+    sums = [x.diagonal(-lag, -2, -1).sum(-1) for lag in range(context)]
+    torch.testing.assert_close(diagonal_sums(x), torch.stack(sums, -1))
 
 
 # ------------------------------------------------------------------------- any arguments

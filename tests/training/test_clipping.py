@@ -9,7 +9,7 @@ from mixer.training.updates import ChainedOptimizer
 
 
 def recipe(model):
-    return build_optimizer(model, OptimConfig(name="muon", shared_lags=True, lr=0.01))
+    return build_optimizer(model, OptimConfig(name="muon", lr=0.01))
 
 
 def unaware(model):

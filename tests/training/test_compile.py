@@ -144,7 +144,7 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, 
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
-    config = OptimConfig(name="muon", shared_lags=True, weight_decay=0.1)
+    config = OptimConfig(name="muon", weight_decay=0.1)
     models = [small_model(num_mixer_heads=2).train() for _ in range(2)]
     optimizers = [
         build_optimizer(models[0], config),

@@ -159,3 +159,7 @@ def test_a_config_yaml_of_an_earlier_version_is_read_and_what_is_gone_is_refused
     assert load_config(str(before), []).train.steps == 8
     with pytest.raises(UserError, match="unknown key train.all_reduce = 'copy_engines'"):
         load_config(str(before), ["train.all_reduce=copy_engines"])
+    with pytest.raises(UserError, match="optim.shared_lags = True; .* model.mixing_weight=lags"):
+        load_config(str(before), ["optim.shared_lags=true"])
+    with pytest.raises(UserError, match="optim.shared_lags_lr = 2; did you mean optim.lags_lr"):
+        load_config(str(before), ["optim.shared_lags_lr=2"])

@@ -7,12 +7,17 @@ import torch
 from models import small_model
 from runs import RECIPE, assert_same, read_losses
 from safetensors.torch import load_file
+from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.compare import entrant
 from mixer.training.config import load_config, override
 from mixer.training.optim import (
+    LAGS_LR,
+    LONG,
+    LONG_LAGS_LR,
     OPTIMIZERS,
+    Kinds,
     OptimConfig,
     build_optimizer,
     learning_rate,
@@ -22,22 +27,31 @@ from mixer.training.optim import (
 LLAMA = "model.architecture=llama"
 
 
+@pytest.mark.parametrize("form", ("full", "lags"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it_and_only_weights_decay(name):
-    model = small_model(num_mixer_heads=2)
-    given = {"matrices_lr": 2.0, "vectors_lr": 3.0, "mixing_lr": 0.5, "shared_lags_lr": 4.0}
-    optimizer = build_optimizer(model, OptimConfig(name=name, shared_lags=True, **given))
+def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it_and_only_weights_decay(
+    name, form
+):
+    model = small_model(num_mixer_heads=2, mixing_weight=form)
+    given = {"matrices_lr": 2.0, "vectors_lr": 3.0, "mixing_lr": 0.5, "lags_lr": 4.0}
+    optimizer = build_optimizer(model, OptimConfig(name=name, **given))
     set_learning_rate(optimizer, 0.1)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     assert len(groups) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         of_matrix, mixing = name.endswith("_proj.weight"), name.endswith("conv.weight")
-        vector, group = name.endswith("bias") or "norm" in name, groups[id(parameter)]
+        lags, group = name.endswith("conv.lags"), groups[id(parameter)]
+        vector = name.endswith("bias") or "norm" in name
         expected = 0.2 if of_matrix else 0.3 if vector else 0.05 if mixing else 0.1
-        assert group["lr"] == pytest.approx(expected), name
-        assert (group["weight_decay"] == 0) == vector, name
-    lags = [group for group in optimizer.param_groups if "shared_lags" in group]
-    assert [group["lr"] * group["shared_lags"] for group in lags] == [pytest.approx(0.4)]
+        assert group["lr"] == pytest.approx(0.4 if lags else expected), name
+        assert (group["weight_decay"] == 0) == (vector or lags), name
+
+
+@pytest.mark.parametrize(("context", "factor"), ((LONG, LAGS_LR), (LONG + 1, LONG_LAGS_LR)))
+def test_lags_learn_slower_in_a_long_context(context, factor):
+    lags = nn.Parameter(torch.zeros(1, 1, context))
+    (part,) = OPTIMIZERS["adamw"](Kinds(lags=[lags]), OptimConfig(), None, None)
+    assert [group["lr_factor"] for group in part.param_groups] == [factor]
 
 
 def test_the_learning_rate_warms_up_and_falls_to_its_floor():
@@ -50,14 +64,13 @@ def test_the_learning_rate_warms_up_and_falls_to_its_floor():
     assert learning_rate(OptimConfig(lr=1.0, warmup_steps=0, schedule="constant"), 99, 100) == 1.0
 
 
-def test_shared_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the_mixers():
-    refused = "shared_lags = true, which is for .* masked mixers; allowed .* llama: false"
-    with pytest.raises(UserError, match=refused):
+def test_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the_mixers():
+    with pytest.raises(UserError, match="mixing_weight is 'lags', which architecture llama does"):
         load_config(None, [LLAMA, *RECIPE[:2]])
     for name in ("auto", "llama"):
         overrides = [override(*item) for item in entrant(name).items()]
-        optim = load_config(None, [*RECIPE, *overrides]).optim
-        assert (optim.name, optim.shared_lags) == ("muon", name == "auto")
+        run = load_config(None, [*RECIPE, *overrides])
+        assert (run.optim.name, run.model.mixing_weight == "lags") == ("muon", name == "auto")
 
 
 class Signs(torch.optim.Optimizer):

@@ -24,7 +24,7 @@ SECTIONS = {
 DDP = [pytest.param(count, {}, id=f"{count}-ddp") for count in (1, 2, 4)]
 LAUNCHES = [*DDP, *(pytest.param(count, FSDP, id=f"{count}-fsdp") for count in (2, 4))]
 GRAPHS = ("train.compile=blocks", "train.cuda_graphs=true")  # not with FSDP
-RECIPE_GRAPHS = (*RECIPE, *GRAPHS)  # Muon and shared lags
+RECIPE_GRAPHS = (*RECIPE, *GRAPHS)  # Muon and mixing weights by lag
 
 
 def launches_with(**kinds: tuple[str, tuple[str, ...]]):
