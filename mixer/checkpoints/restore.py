@@ -134,7 +134,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> 
     """Loads the optimizer's state into the one of `begin_state`, sharded like the model. Only one
     whole tensor is in memory at a time.
 
-    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer.
+    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer, and
+    maybe the moments of shared lags, which earlier versions trained.
     """
     state = optimizer_state(model, optimizer)
     # Earlier versions wrote a file for each shard, of the first dimension.
@@ -143,7 +144,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> 
     parts: dict[str, list[Any]] = {}  # the files that have each name
     for opened in [safe_open(file, "pt") for file in files]:
         for name in opened.keys():
-            if "/lag_exp_avg" not in name:  # of shared lags, which are gone: the rest goes on
+            if "/lag_exp_avg" not in name:
                 parts.setdefault(name, []).append(opened)
     if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
         raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")

@@ -14,7 +14,7 @@ A plan has `common`, the options of all runs by section.key, and either
 
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other first
 weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer and the
-initial mixing weights are from there.
+initial mixing weights are from there, but not their form, model.mixing_weight.
 """
 
 import shlex

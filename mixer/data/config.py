@@ -54,7 +54,7 @@ class DataConfig:
         8000, "tokens of a new BPE, or of a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
     )
     pairs: int = option(
-        0, "recall, needle: pairs per sample (of training); 0: all that fit", at_least=0
+        0, "recall, needle (in training): pairs per sample; 0: all that fit", at_least=0
     )
     directory: str = option("data/builtin", "where the tokenized text goes")
     packed: bool = option(

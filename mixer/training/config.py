@@ -29,8 +29,8 @@ GONE = {
 }
 # What to do about other values.
 INSTEAD = {
-    "optim.shared_lags": "a new run has model.mixing_weight=lags instead; without the key, an old "
-    "one goes on, and learns full weights alone"
+    "optim.shared_lags": "a new run has model.mixing_weight=lags instead; an old one goes on with "
+    "model.mixing_weight=full, without the key and what it did"
 }
 
 

@@ -63,7 +63,7 @@ def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     assert state_files(finished) == before
 
 
-def test_a_run_that_had_shared_lags_goes_on_without_them(write_config, finished):
+def test_a_run_that_had_shared_lags_goes_on_without_them(write_config, finished, capsys):
     """Earlier versions had the option. Its moments were part of the optimizer's state."""
     state = finished / "step-12/trainer_state"
     trainer = json.loads((state / "trainer.json").read_text())
@@ -74,11 +74,15 @@ def test_a_run_that_had_shared_lags_goes_on_without_them(write_config, finished)
     lags = {f"{name}/lag_exp_avg": torch.ones(3), f"{name}/lag_exp_avg_sq": torch.ones(3)}
     save_file(moments | lags, state / "optimizer-1-of-1.safetensors")
     list_files(finished / "step-12")
-    with pytest.raises(UserError, match="without the key, an old one goes on"):
+    with pytest.raises(UserError, match="an old one goes on with model"):
         load_config(str(write_config()), ["optim.shared_lags=true"])
     old = ["optim.shared_lags=false", "optim.shared_lags_lr=null"]
     train(load_config(str(write_config()), [*old, "train.steps=13"]))
-    assert (finished / "step-13").is_dir()
+    said = "settings from step 13 on: train.steps = 13 (was 12), no optim.shared_lags (was True)"
+    assert said in capsys.readouterr().out
+    later = load_file(finished / "step-13/trainer_state/optimizer-1-of-1.safetensors")
+    assert later.keys() == moments.keys() and later[f"{name}/step"] == moments[f"{name}/step"] + 1
+    assert "optim.shared_lags = True" in (finished / "config.yaml").read_text()
 
 
 def test_other_settings_for_a_finished_run_are_named_refused_and_recorded_nowhere(
