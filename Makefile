@@ -67,7 +67,7 @@ test-min:
 	build/venv-min/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints-min.txt -e ".[dev]"
 	build/venv-min/bin/python -m pytest tests/ops/test_ops.py tests/models/test_model.py \
-	  tests/training/test_config.py tests/data tests/training/test_updates.py tests/checkpoints \
+	  tests/training/test_config.py tests/data tests/training/test_muon.py tests/checkpoints \
 	  -k "not fsdp"
 
 # Docker images. The image's user gets the id of whoever builds it. docker/README.md says which image

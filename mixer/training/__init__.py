@@ -6,6 +6,6 @@ start         what it starts with: model, optimizer, counters, and the record of
 passes        the model with its loss as one module; torch.compile, CUDA graphs, recomputation
 backend       which backends mix tokens where model.mixing_backend is auto
 optim         which optimizer trains which parameter, the learning rate, clipping, skipped steps
-updates       Muon, and several optimizers as one
+muon          an optimizer for matrices
 metrics       throughput, validation loss, and the lines of metrics.jsonl, of wandb or TensorBoard
 """

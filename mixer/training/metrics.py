@@ -147,8 +147,7 @@ class Metrics:
         self.wandb_id = wandb.id if wandb else wandb_id
         self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
         kept = []
-        path.touch()
-        for text, line in readable_lines(path, print):
+        for text, line in readable_lines(path, print) if path.exists() else ():
             is_again = again and "validation_loss" in line
             if line["step"] < step or (line["step"] == step and not is_again):
                 kept.append(text + "\n")

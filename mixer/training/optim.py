@@ -1,11 +1,12 @@
-"""Which parameter is trained by which optimizer, the learning rate as a function of the step, and
-what happens to gradients before it: their norm, clipping, and a guard against those not finite.
+"""Which parameter is trained by which optimizer, several optimizers as one, the learning rate as a
+function of the step, and what happens to gradients before it: their norm, clipping, and a guard
+against those not finite.
 
 To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.options import option
-from mixer.training.updates import ChainedOptimizer, Muon, gradients_of
+from mixer.training.muon import Muon, skip_and_scale
 
 MOST_SKIPPED = 50  # so many skipped steps in a row end a run
 OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
@@ -93,6 +94,53 @@ def kinds_of(model: nn.Module) -> Kinds:
             if kind == "matrices" and len(getattr(module, "parts", ())) > 1:
                 kinds.rows[parameter] = module.parts
     return kinds
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """One optimizer of several, each with parameters of its own.
+
+    It has the groups of all of them and one state for all, so that accelerate, GradScaler and
+    checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
+    guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
+    clipping). For parts that do not know both (`_step_supports_amp_scaling`), gradients are divided
+    here, or set to zero, so that NaN never reaches a weight.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = list(parts)
+        self._share()
+
+    def __setstate__(self, state: dict) -> None:
+        """Loading a state, as accelerate does to prepare an optimizer, makes new objects."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Gives the parts the groups and the state of the whole: the same objects, not copies."""
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        for part in self.parts:
+            if getattr(part, "_step_supports_amp_scaling", False):
+                part.found_inf = getattr(self, "found_inf", None)
+                part.grad_scale = getattr(self, "grad_scale", None)
+            else:
+                for gradient in gradients_of(part):
+                    skip, scale = skip_and_scale(self, gradient.device)
+                    gradient.div_(scale).masked_fill_(skip > 0, 0)
+            part.step()
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def build_optimizer(

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from mixer.training import loop, passes
-from mixer.training.updates import ChainedOptimizer
+from mixer.training.optim import ChainedOptimizer
 
 
 def scaled_in_fp32(init_scale: float = 2.0**127) -> None:

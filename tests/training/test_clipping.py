@@ -4,8 +4,7 @@ import pytest
 import torch
 from models import small_model, tokens
 
-from mixer.training.optim import OptimConfig, build_optimizer, clip, gradient_norm
-from mixer.training.updates import ChainedOptimizer
+from mixer.training.optim import ChainedOptimizer, OptimConfig, build_optimizer, clip, gradient_norm
 
 
 def recipe(model):

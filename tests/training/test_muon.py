@@ -1,12 +1,12 @@
-"""Muon's updates are what mixer/training/updates.py says, and a skipped step changes nothing."""
+"""Muon's updates are what mixer/training/muon.py says, and a skipped step changes nothing."""
 
 import pytest
 import torch
 from models import small_model
 from torch import nn
 
-from mixer.training.optim import OptimConfig, build_optimizer
-from mixer.training.updates import STEPS, A, B, C, ChainedOptimizer, Muon, iterate, normalized
+from mixer.training.muon import STEPS, A, B, C, Muon, iterate, normalized
+from mixer.training.optim import ChainedOptimizer, OptimConfig, build_optimizer
 
 SHAPES = ((16, 48), (48, 16), (16, 48), (24, 24))
 

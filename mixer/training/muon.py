@@ -1,6 +1,4 @@
-"""Optimizers that torch does not have: Muon, and several that act as one. Both read `found_inf` and
-`grad_scale`, as torch's fused ones do.
-"""
+"""Muon, an optimizer for matrices. It reads `found_inf` and `grad_scale`, as those of torch do."""
 
 import math
 from collections import defaultdict
@@ -185,53 +183,6 @@ def iterate(x: Tensor) -> Tensor:
 def _multiply(left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
     """factor x left x right for batches of matrices; the factor takes no time."""
     return torch.baddbmm(left.new_zeros(()), left, right, beta=0, alpha=factor)
-
-
-class ChainedOptimizer(torch.optim.Optimizer):
-    """One optimizer of several, each with parameters of its own.
-
-    It has the groups of all of them and one state for all, so that accelerate, GradScaler and
-    checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
-    guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
-    clipping). For parts that do not know both (`_step_supports_amp_scaling`), gradients are divided
-    here, or set to zero, so that NaN never reaches a weight.
-    """
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = list(parts)
-        self._share()
-
-    def __setstate__(self, state: dict) -> None:
-        """Loading a state, as accelerate does to prepare an optimizer, makes new objects."""
-        super().__setstate__(state)
-        self._share()
-
-    def _share(self) -> None:
-        """Gives the parts the groups and the state of the whole: the same objects, not copies."""
-        groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-            part.state = self.state
-
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
-        for part in self.parts:
-            if getattr(part, "_step_supports_amp_scaling", False):
-                part.found_inf = getattr(self, "found_inf", None)
-                part.grad_scale = getattr(self, "grad_scale", None)
-            else:
-                for gradient in gradients_of(part):
-                    skip, scale = skip_and_scale(self, gradient.device)
-                    gradient.div_(scale).masked_fill_(skip > 0, 0)
-            part.step()
-
-
-def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def skip_and_scale(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
