@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from mixer.checkpoints import pretrained
 from mixer.checkpoints.checkpoint import FORMAT, STATE, local_part, optimizer_state, read_trainer
-from mixer.common.errors import UserError, first_line
+from mixer.common.errors import Say, UserError, first_line
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
@@ -107,7 +107,7 @@ def resume(
     """
     begin_state(optimizer)
     try:
-        load_optimizer(checkpoint, model, optimizer)
+        load_optimizer(checkpoint, model, optimizer, world.say)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         problem = f"has a {STATE}/ that is not what training wrote ({first_line(error)})"
         raise pretrained.refused(checkpoint, problem) from None
@@ -130,12 +130,12 @@ def begin_state(optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, say: Say) -> None:
     """Loads the optimizer's state into the one of `begin_state`, sharded like the model. Only one
     whole tensor is in memory at a time.
 
-    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer, and
-    maybe the moments of shared lags, which earlier versions trained.
+    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer. Those
+    of shared lags, which earlier versions trained, are said and left out.
     """
     state = optimizer_state(model, optimizer)
     # Earlier versions wrote a file for each shard, of the first dimension.
@@ -144,8 +144,12 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> 
     parts: dict[str, list[Any]] = {}  # the files that have each name
     for opened in [safe_open(file, "pt") for file in files]:
         for name in opened.keys():
-            if "/lag_exp_avg" not in name:
-                parts.setdefault(name, []).append(opened)
+            parts.setdefault(name, []).append(opened)
+    lags = [name for name in parts if "/lag_exp_avg" in name]
+    for name in lags:
+        del parts[name]
+    if lags:
+        say("the run had shared lags, which are gone: its full mixing weights go on without them")
     if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
         raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
     for name, held in state.items():
