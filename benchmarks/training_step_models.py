@@ -46,7 +46,7 @@ FORMS = {
     "graph": Form("blocks, replayed as a CUDA graph", compile="blocks", graph=True),
     "eager": Form("ours, eager"),
     "dense": Form("ours with `dense`, as blocks", backend="dense", compile="blocks"),
-    "matmul": Form("the best dense matmul, compiled", "matmul", compile="model"),
+    "matmul": Form("a clean model's dense matmul, compiled", "matmul", compile="model"),
     "limit": Form("matmul with mixing removed, compiled", "limit", compile="model"),
     "reference": Form("the reference implementation's form, eager", "reference"),
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),

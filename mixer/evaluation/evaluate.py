@@ -37,8 +37,8 @@ COLUMNS = {
     "accuracy": "accuracy",
     "tokens/s": "tokens_per_second",
     "peak memory, GB": "peak_memory_gb",
-    "loss to the context": "loss_to_context",
-    "loss past it": "loss_past_context",
+    "loss, 2nd half": "loss_second_half",
+    "loss past context": "loss_past_context",
     "pairs": "pairs",
     "tokens": "tokens",
     "top1 of 32": "top1_of_32",
@@ -192,7 +192,8 @@ def describe_model(
 
 def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     """What a report has of the text and its scores, also per word and byte but for a task. Where
-    windows are longer than the trained `context`, it has the loss up to it and past it.
+    windows are longer than the trained `context`, it has the loss in its second half and past it:
+    the first tokens, with little to go by, would raise the former.
     """
     found = {
         "text": text.name,
@@ -215,7 +216,8 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     for unit, size in sizes.items():  # of words, that of an untrained model can exceed fp64
         nats = scores.nats / size
         found[f"{unit}_perplexity"] = math.exp(nats) if nats < 709 else None
-    parts = {"loss_to_context": slice(context), "loss_past_context": slice(context, None)}
+    half = slice(context // 2, context)
+    parts = {"loss_second_half": half, "loss_past_context": slice(context, None)}
     for name, part in parts.items() if context < len(scores.nats_by_position) else ():
         if count := scores.count_by_position[part].sum():
             found[name] = scores.nats_by_position[part].sum() / count

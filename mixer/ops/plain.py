@@ -192,18 +192,21 @@ def keyed_conv(
     """Keyed mixing of whole texts, one panel of rows after another: in memory are the products of
     a panel's queries with the keys up to its last row.
     """
-    tokens, context, found = query.shape[1], bias.shape[-1], []
-    if weight is None:
+    tokens, (heads, context), found = query.shape[1], bias.shape, []
+    if weight is None and tokens <= context:  # past it, a square would be larger than all else
         weight = weight_by_lag(lags, decay, tokens)
-        _, bias = for_tokens(tokens, lags, bias)
-    query, key, value = (by_head(part, weight.shape[0]) for part in (query, key, value))
+    _, bias = for_tokens(tokens, bias, bias)
+    query, key, value = (by_head(part, heads) for part in (query, key, value))
     positions = torch.arange(tokens, device=query.device)
-    height = max(PANEL_ROWS, -(-tokens // PANELS))
+    height = max(PANEL_ROWS, min(-(-tokens // PANELS), context))
     for start in range(0, tokens, height):
         end, first = min(start + height, tokens), max(0, start + 1 - context)
-        rows = weight[:, 0, start:end, first:end].tril(start - first)
         part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         places = positions[None, start:end] - first
+        if weight is None:
+            rows = rows_by_lag(lags, decay, places, end - first)[0, :, 0]
+        else:
+            rows = weight[:, 0, start:end, first:end].tril(start - first)
         found.append(mix_keyed(*part, rows, bias[:, start:end], places, context))
     return torch.cat(found, 1)
 

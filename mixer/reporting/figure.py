@@ -94,7 +94,7 @@ def plot_loss_by_position(results: list[dict], output: Path) -> None:
             centres, means = log_means(positions, values)
             label = f"{short_name(result['label'])}: {means[-1]:.3f} at the end"
             axes.plot(centres, means, "o-", color=colour, label=label)
-        for context in {r["context"] for r in results if "loss_to_context" in r}:
+        for context in {r["context"] for r in results if "loss_second_half" in r}:
             axes.axvline(context, color="0.4", linestyle=":", label="trained context")
         log_axis(axes.xaxis)
 

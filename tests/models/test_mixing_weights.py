@@ -7,6 +7,7 @@ import torch
 from models import MIXINGS, generate, lively_model, padded, prompts, small_model, tokens
 from runs import read_losses
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from mixer import MaskedMixerForCausalLM
@@ -156,3 +157,23 @@ def test_training_keeps_nothing_that_grows_with_the_square_of_the_context(
             )
     again, ids = MaskedMixerForCausalLM.from_pretrained(step), tokens(length=context)
     assert torch.equal(again(ids).logits, model.cpu().eval()(ids).logits)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+def test_keyed_mixing_past_the_context_needs_no_square_of_the_text():
+    how = {"mixer_key_size": 4, "num_mixer_heads": 2, "mixing_weight": "lags"}
+    model = small_model(**how, mixing_init="shift", max_position_embeddings=16)
+    with torch.no_grad(), Largest() as largest:
+        model(tokens(1, 2048))
+    assert largest.numbers < 2048**2 / 4

@@ -100,7 +100,7 @@ def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
 
 def evaluated(label: str, losses: list) -> dict:
     """Of an evaluation with windows beyond the trained context."""
-    about = {"label": label, "context": 8, "loss_to_context": 1.0}
+    about = {"label": label, "context": 8, "loss_second_half": 1.0}
     return about | {"loss_by_position": losses, "count_by_position": [9] * len(losses)}
 
 
