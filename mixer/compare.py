@@ -7,8 +7,8 @@
 Each visible GPU trains one model at a time, all with the same seed. A model trains for train.steps,
 or with --seconds for as many steps as fit into that time, by its measured speed.
 
-The output directory gets report.md, report.png and report.json, and what each run printed in
-report-runs. The same command resumes an interrupted comparison. For other models, sizes and a sweep
+The output directory gets report.md, report.png and report.json, and in report-runs what each run
+printed. The same command resumes an interrupted comparison. For other models, sizes and a sweep
 of learning rates, write a plan: see benchmarks/train_plan.py.
 """
 
@@ -76,7 +76,7 @@ def entrant(name: str) -> dict:
         return chosen | {f"model.{key}": None for key in OF_TRANSFORMERS}
     if name not in TRANSFORMERS:
         allowed = ", ".join([*BACKENDS, *TRANSFORMERS])
-        raise UserError(f"--backends {name}; allowed: {allowed}; other models take a plan")
+        raise UserError(f"--backends {name}; allowed: {allowed}; other models need a plan")
     # With an MLP of default width it has about as many parameters as a masked mixer of its width.
     found = {"model.architecture": name, "model.intermediate_size": None}
     return found | {f"model.{key}": getattr(ModelConfig(), key) for key in OF_MIXERS}

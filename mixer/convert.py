@@ -78,7 +78,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     tokenizer = existing_tokenizer(str(source)) if has_tokenizer else None
     pretrained.write_new(output, other, tokenizer, source)
     mean, most = sum(changes) / max(1, len(changes)), max(changes, default=0.0)
-    said = f"mixing weights changed by {mean:.2%} of their norm in the mean, at most {most:.2%}"
+    said = f"mixing weights changed by {mean:.2%} of their norm on average, at most {most:.2%}"
     print(said + "; by lag it is another model: train it on" * (most > 0.1))
 
 

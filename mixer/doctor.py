@@ -32,7 +32,7 @@ REMEDIES = {
 
 
 def blindness() -> tuple[str, str] | None:
-    """Why torch sees no GPU, if it sees none, and one command that mends it."""
+    """Why torch sees no GPU, if it sees none, and one command that fixes it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the error says the same
@@ -48,7 +48,7 @@ def blindness() -> tuple[str, str] | None:
 
 
 def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str, str] | None:
-    """What keeps a GPU from running the kernels, if anything does, and a command that mends it."""
+    """What keeps a GPU from running the kernels, if anything does, and a command that fixes it."""
     try:
         reason = cuda.device_reason(index)
     except Exception as error:  # whatever a broken GPU makes of it is what we came for
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     print(f"\nThe cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
-        print("Models run in plain PyTorch all the same. Without an NVIDIA GPU, nothing is wrong.")
+        print("Models still run in plain PyTorch. Without an NVIDIA GPU, nothing is wrong.")
     sys.exit(1 if problems else 0)
 
 

@@ -4,7 +4,7 @@
     hf upload NAME my-mixer
 
 The directory holds what `from_pretrained` needs, the model's code for machines without this
-package, and a model card with the run's settings and last losses, but no optimizer's state.
+package, and a model card with the run's settings and last losses, but no optimizer state.
 """
 
 from pathlib import Path
@@ -125,7 +125,7 @@ def main() -> None:
     parser = command_parser("mixer.export", __doc__)
     add = parser.add_argument
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
-    add("--output", type=Path, required=True, metavar="DIR", help="new; its name names the model")
+    add("--output", type=Path, required=True, metavar="DIR", help="new; also the model's name")
     add("--license", required=True, metavar="NAME", help="the model's license, for the card")
     add("--dtype", choices=WEIGHT_TYPES, default="fp32", help="type of the weights; default: fp32")
     options = parser.parse_args()

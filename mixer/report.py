@@ -32,7 +32,7 @@ def main(arguments=None) -> None:
     if output.is_dir() or not options.output:
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
     if output.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"{output} is no picture; give a name that ends in .png, .svg or .pdf")
+        raise UserError(f"{output} is not a picture; give a name that ends in .png, .svg or .pdf")
     check_writable(output.parent)
     with whole_file(output) as stage:
         if len(options.run) == 1:
@@ -77,7 +77,7 @@ def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
         return {name: [(int(at), float(loss)) for at, loss in run] for name, run in runs.items()}
     except (TypeError, KeyError, ValueError, AttributeError):
         form = "NAME: {losses: {4000: 3.9, 8000: 3.6}}"
-        raise UserError(f"{file} is no file of losses by step; allowed: {form}") from None
+        raise UserError(f"{file} is not a file of losses by step; allowed: {form}") from None
 
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:

@@ -40,12 +40,12 @@ LR = 0.02  # of the first step
 def main(arguments=None) -> None:
     parser = command_parser("mixer.representation", __doc__)
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
-    add("--checkpoint", required=True, type=settled, metavar="DIR", help="of a causal model")
+    add("--checkpoint", required=True, type=settled, metavar="DIR", help="a causal model")
     add("--data", default="", metavar="DIR", help="prepared data; default: the run's")
     add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest is used")
     add("--layers", nargs="+", **number, help="blocks from 1; 0: the embedding; default: all")
     add("--tokens", nargs="+", **number, help=f"lengths; default: those of {TOKENS} that fit")
-    add("--steps", default=500, **number, help="of gradient descent; default: 500")
+    add("--steps", default=500, **number, help="gradient descent; default: 500")
     add("--device", default="auto", choices=DEVICES)
     add("--output", metavar="DIR", help="default: CHECKPOINT/../representation-<checkpoint>")
     options = parser.parse_args(arguments)

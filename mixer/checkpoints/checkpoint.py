@@ -17,7 +17,7 @@ trainer.json holds
     step, samples ...       how far the run is: Counters in mixer/training/start.py
     data_directory, data    where the data is, and what identifies it
     scaler, wandb_id        the fp16 loss scale, and the run's id at wandb
-    settings, earlier       what the next steps train with, and what the steps up to others had
+    settings, earlier       what the next steps train with; what steps up to N had instead
     mixing                  what model.mixing_backend=auto stands for where a race decided it
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
@@ -126,20 +126,20 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
     """
     candidates, named = all_checkpoints(directory)[::-1], Path(resume)  # the newest first
     if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
-        say(f"{directory} has checkpoints of its own: going on from these, not from {resume}")
+        say(f"{directory} has checkpoints of its own: continuing from these, not from {resume}")
     elif resume != "auto":
         step = step_of(named.resolve())  # of `best`, that of the checkpoint which it links to
         if newer := [str(path) for path in candidates if step_of(path) > step]:
             raise UserError(
                 f"checkpoint.resume = {resume}, but the run has newer ones: {', '.join(newer)}; "
-                "delete these, or choose another name for a run from there"
+                "delete these, or choose another name to branch from there"
             )
         candidates = [named]
     for path in candidates:
         problem = damage(path)
         if problem is None:
             return path
-        say(f"passing over {path}: {problem}")
+        say(f"skipping {path}: {problem}")
     if candidates:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
             f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); give "

@@ -123,7 +123,7 @@ def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
     check_checkpoint(directory)
     config = load_model_config(directory)
     if not isinstance(config, MaskedMixerConfig):
-        raise UserError(f"{directory} is a {config.model_type}: give one of a masked mixer")
+        raise UserError(f"{directory} is a {config.model_type}: give a masked mixer")
     return load_model(directory, config)
 
 
@@ -133,8 +133,8 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(directory), **how)
     except Exception as error:  # transformers and the hub client each raise their own kinds
-        problem = f"has a config.json that cannot be used ({first_line(error)}); allowed: of a "
-        problem += "masked mixer, or of a causal language model of the installed transformers"
+        problem = f"has a config.json that cannot be used ({first_line(error)}); allowed: a "
+        problem += "masked mixer, or a causal language model that the installed transformers has"
         raise refused(directory, problem) from None
     config.return_dict = True  # whatever the file says: callers read outputs by their names
     for name in ("auto_map", "transformers_weights"):  # other code, and other files of weights

@@ -12,7 +12,7 @@ saved once (safetensors.torch.save_model). ASSUMED is what a state dict does not
 
 MLPMixer, the structured one, has each block's MLP first, with SiLU, and saves a decay as d, here
 1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
-has heads by column. Keys and shapes do not tell them apart, nor from weights by lag. Heads that are
+has heads by column. Keys and shapes do not tell these two, or weights by lag, apart. Heads that are
 one layer, ParallelRepeatHeads, are read as the separate ones of MixedRepeatHeads.
 """
 
@@ -208,7 +208,7 @@ def _with_known_names(source: Weights) -> dict[str, Tensor]:
     heads = re.compile(r"\.conv\.(convs|proj_head|out_proj)\.")
     known = {heads.sub(r".mixerhead.\1.", wrappers.sub("", key)): x for key, x in source.items()}
     if len(known) < len(source):
-        raise UserError("the weights have keys that differ in model. or module. before them alone")
+        raise UserError("the weights have keys that differ only by a leading model. or module.")
     return known
 
 

@@ -43,7 +43,7 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     if differing := differences(trainer["data"], data):
         raise UserError(
             f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "
-            "restore that, choose another name to start afresh, or begin a run of another name "
+            "restore them, choose another name to start afresh, or start a run of another name "
             f"from its weights: train.init_from={checkpoint}"
         )
     return trainer
@@ -69,7 +69,7 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     before, now = ({name: getattr(of, name, None) for name in fields} for of in (saved, config))
     if differing := differences(before, now):
         raise UserError(
-            f"checkpoint {checkpoint} is of another model: {differing}; set these back (model.*; "
+            f"checkpoint {checkpoint} is of another model: {differing}; restore these (model.*; "
             "model_type: model.architecture; vocab_size, eos_token_id: data.*), or choose another "
             "name or checkpoint"
         )
@@ -149,7 +149,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, say
     for name in lags:
         del parts[name]
     if lags:
-        say("the run had shared lags, which are gone: its full mixing weights go on without them")
+        say("the run had shared lags, which are gone: its full mixing weights continue alone")
     if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
         raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
     for name, held in state.items():

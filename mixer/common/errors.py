@@ -1,4 +1,4 @@
-"""How a command speaks and ends, and which process of a launch this is."""
+"""How a command reports errors and exits, and which process of a launch this is."""
 
 import argparse
 import multiprocessing

@@ -106,8 +106,8 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
         if not isinstance(system, OSError):
             raise
         raise UserError(
-            f"{output} could not be written ({system}), and is as it was before: mend that, then "
-            "give the same command again"
+            f"{output} could not be written ({system}) and is unchanged: fix the cause, then run "
+            "the same command again"
         ) from error
 
 
@@ -222,7 +222,7 @@ def check_new(output: Path) -> None:
     names = os.listdir(output) if output.is_dir() else []
     filled = any(not name.startswith(STAGE) for name in names)
     if filled or (output.exists() and not output.is_dir()):
-        raise UserError(f"{output} exists already; choose another --output, or delete it")
+        raise UserError(f"{output} already exists; choose another --output, or delete it")
     check_writable(output)
 
 
@@ -238,7 +238,7 @@ def check_writable(directory: Path) -> None:
     elif not existing.is_dir():
         problem = f"{existing} is not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
-        problem = f"{existing} is not writable for you"
+        problem = f"{existing} is not writable by you"
     elif checkpoint := next((path for path in places if (path / "trainer_state").is_dir()), None):
         problem = f"{checkpoint} is a checkpoint, and other files would make it unusable"
     if problem:

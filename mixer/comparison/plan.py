@@ -8,13 +8,13 @@ A plan has `common`, the options of all runs by section.key, and either
   trains for a few steps, which measures its speed; at each of `rates`, for `sweep_share` of the
   steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
   lower one. Then the best size of a kind trains for each of `seconds_of_best`, again at its rate
-  and at the next lower one. Without `rates` each model keeps its own. With `pretraining`, the
-  options of a run of as many seconds that comes first, at each model's own rate, all others start
-  from its weights.
+  and at the next lower one. Without `rates` each model keeps its own. `pretraining` has the
+  options of a run that comes first, for as many seconds, at each model's own rate; all others
+  start from its weights.
 
-Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other first
-weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer and the
-initial mixing weights are from there, but not their form, model.mixing_weight.
+Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other
+initial weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer
+and the initial mixing weights come from it, but not their form, model.mixing_weight.
 """
 
 import shlex
@@ -69,7 +69,7 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     """
     is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
     if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
-        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`, and maybe `rates` and"
+        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`, optionally `rates` and"
         raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
 
     def options(own: dict | None) -> dict:

@@ -1,4 +1,4 @@
-"""The report of a plan's results, from these alone: tables, and a picture of losses by time."""
+"""The report of a plan, from its results alone: tables, and a picture of losses by time."""
 
 import math
 from pathlib import Path

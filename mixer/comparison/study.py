@@ -79,7 +79,7 @@ class Study:
         if self.problems:
             raise UserError("\n".join(self.problems))
         if self.stopped:
-            print("stopped by a signal; the same command goes on")
+            print("stopped by a signal; the same command continues")
         return LEFT if self.stopped else 0
 
     def stop(self, *_) -> None:
@@ -115,7 +115,7 @@ class Study:
         try:
             row = connection.recv()
         except EOFError:
-            row = None if self.stopped else "its process was stopped; the same command goes on"
+            row = None if self.stopped else "its process was stopped; the same command continues"
         if isinstance(row, str):
             self.problems.append(f"{run.name}: {row}")
         if not isinstance(row, dict):

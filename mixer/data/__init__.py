@@ -5,5 +5,5 @@ sources     where documents come from: files, or a hub dataset
 tokenizer   trained on them, or an existing one
 samples     prepared data as samples, or pairs of texts, their order, and batches read ahead
 tasks       samples of random tokens that show what a model can do, without text or files
-prepare     the data of a run: a task, or a text of which token files are made once
+prepare     the data of a run: a task, or a text, tokenized once into token files
 """

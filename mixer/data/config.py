@@ -1,4 +1,4 @@
-"""The settings of the data, and the manifest: what prepared data records of them, and of itself."""
+"""The settings of the data, and the manifest, in which prepared data records them and itself."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ class DataConfig:
     pair_field: str = option("", "jsonl, parquet, hub: the field of the text's partner")
     tokenizer: str = option("train", "train: a new byte-level BPE; or a directory or hub name")
     vocab_size: int = option(
-        8000, "tokens of a new BPE, or of a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
+        8000, "number of tokens of a new BPE or a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
     )
     pairs: int = option(
         0, "recall, needle (in training): pairs per sample; 0: all that fit", at_least=0
@@ -65,7 +65,7 @@ class DataConfig:
     validation_documents: int = option(0, "hold out the first n documents; 0: a share", at_least=0)
     validation_path: str = option("", "text, jsonl, parquet: other files for validation")
     validation_split: str = option("", "hub: validate on this split, and train on all of split")
-    max_documents: int = option(0, "most documents read of data.path; 0: all", at_least=0)
+    max_documents: int = option(0, "at most this many of data.path; 0: all", at_least=0)
     workers: int = option(0, "processes that tokenize; 0: one per core", at_least=0, at_most=1024)
 
 
@@ -189,7 +189,7 @@ class Manifest:
             file = directory / name
             if not (file.is_file() and has_sha256(file, value)):
                 raise UserError(
-                    f"{file} is not what preparing wrote (its SHA-256 differs); put that back, or "
+                    f"{file} is not what preparing wrote (its SHA-256 differs); restore it, or "
                     f"delete {directory} and prepare again"
                 )
 

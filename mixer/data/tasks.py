@@ -1,10 +1,10 @@
-"""Tasks that show what a model can do. Their samples are made when they are asked for:
+"""Tasks that show what a model can do. Their samples are made on demand:
 
 copy     random tokens, a separator, and the same tokens again
 recall   key-value pairs among random tokens, then each key again with its value, in another order
          (multi-query associative recall, arXiv 2312.04927)
-needle   recall of one pair in validation. One answer a sample is too little to learn from: training
-         has samples of recall.
+needle   in validation, recall of one pair. One answer per sample is too little to learn from, so
+         training has samples of recall.
 
 Only the answers are scored: the copied tokens, and the values at the end.
 """

@@ -77,8 +77,8 @@ class World:
         other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
         if other is not None:
             raise UserError(
-                f"{what} is not for process {other} what it is for process 0; allowed: one "
-                "directory that all hosts share, by its full path if they start in different ones"
+                f"{what} differs between process {other} and process 0; allowed: one directory "
+                "that all hosts share, by its full path if they start in different ones"
             )
 
 

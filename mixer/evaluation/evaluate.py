@@ -1,4 +1,4 @@
-"""Perplexity of checkpoints on a text: from options to numbers, and the report of these."""
+"""Perplexity of checkpoints on a text: from options to numbers and their report."""
 
 import hashlib
 import json
@@ -94,7 +94,7 @@ def check_options(options: EvalOptions) -> None:
     source, give = options.source, "give --data DIR, --text FILE... or --hub NAME"
     if isinstance(source, DataConfig):
         if options.first_token != "skip" or options.max_tokens:
-            problem = "a task, of which all answers are scored: leave out --first-token and "
+            problem = "a task, whose answers are all scored: leave out --first-token and "
             raise UserError(f"{directory} was trained on {problem}--max-tokens, or {give}")
     elif not source or not Path(source).is_dir():
         known = f"{source or 'data that it does not name'}, which is not in {Path.cwd()}"
@@ -168,7 +168,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     found["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
     found["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):
-        remedy = "use --dtype fp32; if it stays, the checkpoint diverged"
+        remedy = "use --dtype fp32; if it persists, the checkpoint diverged"
         raise UserError(f"the loss is {scores.nats} in {options.dtype}: {remedy}")
     return found | numbers(scores, text, found["context"] or window)
 

@@ -85,7 +85,7 @@ def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: st
     """Raises UserError, which begins with what was `given`, if a model reads fewer tokens."""
     context = context_of(model) or tokens
     if tokens > getattr(model.config, "longest_text", context):
-        problem = f"{given}, and the context of {checkpoint} is {context}: ask for fewer tokens"
+        problem = f"{given}, but the context of {checkpoint} is {context}: ask for fewer tokens"
         if hasattr(model.config, "mixing_weight"):
             problem += ", or convert to mixing weights by lag, which read further: "
             problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"

@@ -1,8 +1,8 @@
 """What is evaluated: the options of eval.py, the token streams that they name, and the size of
 their text.
 
-Each document is a stream of its own, tokenised exactly as the preparation of training data does it,
-with nothing added. Packed prepared data is one stream with an EOS after each document.
+Each document is a stream of its own, tokenised exactly as training data is, with nothing added.
+Packed prepared data is one stream with an EOS after each document.
 """
 
 import itertools
@@ -47,8 +47,8 @@ class EvalOptions:
     batch_size: int = option(16, "windows per forward pass", at_least=1)
     max_tokens: int = option(0, "score at most this many tokens; 0: all", at_least=0)
     # Under eos a blank row is a document, too.
-    first_token: str = option("skip", "skip it, or eos: score it after an EOS", choices=FIRST_TOKEN)
-    last_window: str = option("short", "short, or full: start it earlier", choices=LAST_WINDOW)
+    first_token: str = option("skip", "skip it; eos: score it after an EOS", choices=FIRST_TOKEN)
+    last_window: str = option("short", "short; full: it starts earlier", choices=LAST_WINDOW)
     device: str = option("auto", "where to compute", choices=DEVICES)
     dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=AUTOCAST_TYPES)
     backend: str = option("", "default: the checkpoint's", choices=("", *BACKENDS))

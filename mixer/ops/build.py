@@ -57,12 +57,12 @@ def cache_directory() -> Path:
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise PermissionError(
                 f"{directory} belongs to user {status.st_uid} and has mode "
-                f"{status.st_mode & 0o777:o}; it must be yours, and writable for you alone: `chmod "
+                f"{status.st_mode & 0o777:o}; it must be yours, and writable only by you: `chmod "
                 f"700 {shlex.quote(str(directory))}`"
             )
     except (OSError, RuntimeError) as error:  # a user in a container may have no home
         raise UserError(
-            f"there is no cache for the kernels ({error}). Or choose another directory: "
+            f"there is no cache for the kernels ({error}). You can also choose another: "
             "`export MIXER_CACHE=/a/directory/of/yours`."
         ) from error
     return directory
@@ -98,8 +98,8 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
         end = "\n".join(printed.splitlines()[-30:])
         raise UserError(
             f"{nvcc} could not build the CUDA kernels. It ended with:\n{end}\n"
-            "Use a CUDA toolkit that knows this GPU (for compute capability 7.0 the last is 12.9): "
-            "`export CUDA_HOME=/path/to/cuda`."
+            "Use a CUDA toolkit that supports this GPU (for compute capability 7.0 the last is "
+            "12.9): `export CUDA_HOME=/path/to/cuda`."
         )
     shutil.rmtree(work)
     (directory / LOG).write_text(printed)

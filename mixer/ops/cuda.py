@@ -113,7 +113,7 @@ def refuse_second_derivatives(operator: str) -> None:
     """
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            f"second derivatives of {operator} are there with backend 'dense' alone: use it here "
+            f"second derivatives of {operator} need backend 'dense': use it here "
             "(for a model, load it with mixing_backend='dense')"
         )
 

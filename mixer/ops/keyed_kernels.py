@@ -6,9 +6,9 @@ that it needs. level[i] is the logarithm of the mean, to base 2. Each number has
 adds it up, always in the same order, so results are the same bit for bit in each run.
 
 q, k, v, y and their gradients are (batch, tokens, heads * size), the channels of a token side by
-side; q, k and v may be parts of one tensor, and their gradients are. Products are of the type of q,
-sums float32. The weights w have one of two forms (`Weights`): a packed triangle, or strips, from
-which a tile of a weight by lag is read.
+side. q, k and v may be parts of one tensor; their gradients always are. Products have the type of
+q, sums are float32. The weights w have one of two forms (`Weights`): a packed triangle, or strips,
+from which a tile of a weight by lag is read.
 
 This module is imported only where the kernels run: it needs Triton.
 """

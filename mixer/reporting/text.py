@@ -1,5 +1,5 @@
-"""The text that reports read, the lines of metrics.jsonl, and that they write: Markdown, at most
-WIDTH columns wide, so that no terminal breaks a line.
+"""The text that reports read (lines of metrics.jsonl) and write (Markdown, at most WIDTH columns
+wide, so that no terminal breaks a line).
 """
 
 import json

@@ -29,8 +29,8 @@ GONE = {
 }
 # What to do about other values.
 INSTEAD = {
-    "optim.shared_lags": "a new run has model.mixing_weight=lags instead; an old one goes on with "
-    "model.mixing_weight=full, without the key and what it did"
+    "optim.shared_lags": "a new run uses model.mixing_weight=lags instead; an old one continues "
+    "with model.mixing_weight=full, without this key and its effect"
 }
 
 
@@ -64,8 +64,8 @@ class TrainConfig:
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile nothing, or each block, the output layer and the loss; auto: blocks on GPUs "
-        "with Triton",
+        "what torch.compile compiles: nothing, or each block, the output layer and the loss; auto: "
+        "blocks on GPUs with Triton",
         choices=("auto", "no", "blocks"),
     )
     cuda_graphs: str = option(
@@ -88,7 +88,7 @@ class CheckpointConfig:
     save_last: bool = option(True, "save at the end; false: for runs that are only timed")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
     keep_every: int = option(
-        0, "also keep each whose step is a multiple of this; 0: none", at_least=0
+        0, "also keep those whose step is a multiple of this; 0: none", at_least=0
     )
     resume: str = option(
         "auto", "auto: the run's newest complete checkpoint; or a checkpoint to branch from"

@@ -164,7 +164,7 @@ class Trainer:
             return False
         self.writer.wait()
         self.world.say(
-            f"stopped by a signal after step {counters.step}. The same command goes on from there"
+            f"stopped by a signal after step {counters.step}. The same command continues from there"
         )
         return True
 
@@ -242,8 +242,8 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     except BaseException as error:
         if isinstance(error, OSError):
             error = UserError(
-                f"the run in {run.directory} has ended: {error}; mend that and give the same "
-                "command again: it goes on from the last save, if any"
+                f"the run in {run.directory} has ended: {error}; fix the cause and run the same "
+                "command again: it continues from the last save, if any"
             )
         if accelerator.num_processes > 1:
             leave_with_error(error)

@@ -185,7 +185,7 @@ class Metrics:
             self.tracker = None
             remedy = "WANDB_MODE=offline needs no network, " if self.name == "wandb" else ""
             remedy += f"pip install {self.name}"
-            said = f"{self.name} has failed, the run goes on without: {first_line(error)}"
+            said = f"{self.name} has failed, the run continues without it: {first_line(error)}"
             print(f"{said}; a resume sends it all lines of metrics.jsonl ({remedy})", flush=True)
             if isinstance(error, ConnectionError):
                 # Otherwise wandb tries again when Python exits, and prints a traceback.

@@ -1,4 +1,4 @@
-"""Muon, an optimizer for matrices. It reads `found_inf` and `grad_scale`, as those of torch do."""
+"""Muon, an optimizer for matrices. Like torch's own, it reads `found_inf` and `grad_scale`."""
 
 import math
 from collections import defaultdict

@@ -1,6 +1,6 @@
 """Which parameter is trained by which optimizer, several optimizers as one, the learning rate as a
-function of the step, and what happens to gradients before it: their norm, clipping, and a guard
-against those not finite.
+function of the step, and what happens to gradients before a step: their norm, clipping, and a
+guard against non-finite ones.
 
 To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS.
 """
@@ -42,7 +42,7 @@ class OptimConfig:
     )
     warmup_steps: int = option(500, "steps of linear warm-up", at_least=0)
     min_lr_ratio: float = option(0.0, "final learning rate as a share of lr", at_least=0, at_most=1)
-    weight_decay: float = option(0.01, "of weights, not of biases and norms", at_least=0)
+    weight_decay: float = option(0.01, "for weights, not for biases and norms", at_least=0)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
     beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)

@@ -1,4 +1,4 @@
-"""What a step computes: the model with its loss as one module, what of it is compiled, and its
+"""What a step computes: the model with its loss as one module, which parts are compiled, and its
 forward and backward passes, which a GPU may replay as a CUDA graph.
 """
 
@@ -176,9 +176,9 @@ def compile_objective(
         for module, name in parts:
             delattr(module, name)
         world.say(
-            f"torch.compile has failed, the run goes on without: {failure}. It needs a C++ "
+            f"torch.compile has failed, the run continues without it: {failure}. It needs a C++ "
             "compiler on a CPU, Triton and a C compiler on a GPU of compute capability 7.0 or "
-            "more. train.compile=no saves the attempt"
+            "newer. train.compile=no skips the attempt"
         )
         return False
     seconds = time.perf_counter() - began

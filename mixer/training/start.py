@@ -209,7 +209,7 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         if needed > (limit := memory_limit(world.device)):
             raise UserError(
                 f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, but "
-                f"there are {limit / 2**30:.1f}. {LESS_MEMORY}"
+                f"the limit is {limit / 2**30:.1f}. {LESS_MEMORY}"
             )
     return needed / 2**30
 
@@ -267,14 +267,14 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
     if changed.keys() & OF_OPTIMIZER:
         raise UserError(
-            f"the run has the state of another optimizer: {listed}; set that back, or choose "
+            f"the run has the state of another optimizer: {listed}; restore that, or choose "
             "another name to start afresh"
         )
     if step >= run.train.steps:
         if changed.keys() - HARMLESS:
             raise UserError(
                 f"{run.directory} has {step} steps, which were trained with other settings: "
-                f"{listed}. Set these back, choose another name, or raise train.steps to continue"
+                f"{listed}. Restore these, choose another name, or raise train.steps to continue"
             )
     elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")
@@ -291,9 +291,9 @@ def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: Wor
     now = learning_rate(run.optim, step, run.train.steps)
     if now > 1.1 * last:
         world.say(
-            f"the learning rate jumps from {last:.3g} to {now:.3g}: the loss may rise. To go on at "
-            f"the old rate set optim.schedule=constant optim.lr={last:.3g} optim.warmup_steps=0; "
-            "for one schedule over all steps train again under another name"
+            f"the learning rate jumps from {last:.3g} to {now:.3g}: the loss may rise. To continue "
+            f"at the old rate set optim.schedule=constant optim.lr={last:.3g} optim.warmup_steps=0;"
+            " for one schedule over all steps, train again under another name"
         )
 
 

@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_replaced(
         find_resume(harm_only.parent, "auto", lines.append)
     if harm is flip_a_bit:  # and once through the whole of train.py
         output = launch("--config", write_config()).succeed()
-        assert output.count("passing over") == 1 and f"resuming {finished / 'step-8'}" in output
+        assert output.count("skipping") == 1 and f"resuming {finished / 'step-8'}" in output
         assert (finished / "step-12/model.safetensors").read_bytes() == good
         assert good_steps(finished) == [8, 12]
 
@@ -129,7 +129,7 @@ def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(
     assert ranks.wait() == [2]
     assert "No space left on device" in ranks.output and "Traceback" not in ranks.output
     good = good_steps(small_disk / "small")
-    assert good and "it goes on from the last save" in ranks.output
+    assert good and "it continues from the last save" in ranks.output
     (small_disk / "filler").unlink()
     assert (
         f"resuming {small_disk / 'small'}/step-{good[-1]}"

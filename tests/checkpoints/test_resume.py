@@ -166,7 +166,7 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     changes[-2:] = ["train.steps=16"]
     output = launch("--config", write_config(), *changes, "train.batch_size=8").succeed()
     assert (
-        f"going on from these, not from {finished / 'best'}" in output
+        f"continuing from these, not from {finished / 'best'}" in output
         and "step 13/16" not in output
     )
     assert list(read_losses(tmp_path / "runs/longer")) == list(range(9, 17))

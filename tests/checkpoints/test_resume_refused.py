@@ -21,7 +21,7 @@ from mixer.training.loop import train
 def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, finished):
     said = refusal(write_config(), "model.hidden_size=64", "model.final_norm=true")
     assert "final_norm is False in the checkpoint, now True; " in said
-    assert "hidden_size is 32 in the checkpoint, now 64; " in said and "; set" in said
+    assert "hidden_size is 32 in the checkpoint, now 64; " in said and "; restore" in said
 
 
 def test_changed_data_is_refused_naming_what_differs(write_config, finished, tmp_path):
@@ -74,11 +74,11 @@ def test_a_run_that_had_shared_lags_goes_on_without_them(write_config, finished,
     lags = {f"{name}/lag_exp_avg": torch.ones(3), f"{name}/lag_exp_avg_sq": torch.ones(3)}
     save_file(moments | lags, state / "optimizer-1-of-1.safetensors")
     list_files(finished / "step-12")
-    with pytest.raises(UserError, match="an old one goes on with model"):
+    with pytest.raises(UserError, match="an old one continues with model"):
         load_config(str(write_config()), ["optim.shared_lags=true"])
     old = ["optim.shared_lags=false", "optim.shared_lags_lr=null"]
     train(load_config(str(write_config()), [*old, "train.steps=13"]))
-    assert "its full mixing weights go on without them" in capsys.readouterr().out
+    assert "its full mixing weights continue alone" in capsys.readouterr().out
     later = load_file(finished / "step-13/trainer_state/optimizer-1-of-1.safetensors")
     assert later.keys() == moments.keys() and later[f"{name}/step"] == moments[f"{name}/step"] + 1
 
@@ -131,7 +131,7 @@ def test_a_rate_that_jumps_where_a_run_is_made_longer_is_said_with_what_avoids_i
     }
     last, now = rates[12], rates[13]
     assert f"the learning rate jumps from {last:.3g} to {now:.3g}" in ranks.output
-    advice = ranks.output.partition("To go on at the old rate set ")[2].partition(";")[0].split()
+    advice = ranks.output.partition("To continue at the old rate set ")[2].partition(";")[0].split()
     output = launch("--config", config, "train.steps=14", "name=copy", *advice).succeed()
     assert "the learning rate jumps" not in output
     assert read_lines(copy)[-2]["lr"] == pytest.approx(last, rel=0.01)

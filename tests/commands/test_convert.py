@@ -66,7 +66,7 @@ def test_a_model_by_lag_becomes_full_and_lags_again_without_a_change(kind, tmp_p
     model.save_pretrained(tmp_path / "lags")
     convert_mixing(tmp_path / "lags", tmp_path / "full", "full")
     convert_mixing(tmp_path / "full", tmp_path / "again", "lags")
-    assert capsys.readouterr().out.count("in the mean, at most 0.00%") == 2
+    assert capsys.readouterr().out.count("on average, at most 0.00%") == 2
     ids = tokens()
     for name in ("full", "again"):
         found = AutoModelForCausalLM.from_pretrained(tmp_path / name)
@@ -115,7 +115,7 @@ def test_the_command_makes_a_checkpoint_and_brings_it_back(tmp_path, monkeypatch
     again = LanguageMixer("mixerhead", taps=3)
     again.load_state_dict(load_file(back))
     torch.testing.assert_close(again(tokens()), expected, rtol=0, atol=1e-5)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         command(old, "--output", new)
     with pytest.raises(UserError, match="give a .safetensors file"):
         command(tmp_path / "old.bin", "--output", tmp_path / "other")
@@ -206,7 +206,7 @@ def test_a_recurrent_weight_becomes_a_full_one_without_a_change(kind, tmp_path, 
     model, ids = lively_model(**MIXINGS[kind]), tokens()
     model.save_pretrained(tmp_path / "recurrent")
     convert_mixing(tmp_path / "recurrent", tmp_path / "full", "full")
-    assert "in the mean, at most 0.00%" in capsys.readouterr().out
+    assert "on average, at most 0.00%" in capsys.readouterr().out
     full = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
     torch.testing.assert_close(full(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
@@ -214,7 +214,7 @@ def test_a_recurrent_weight_becomes_a_full_one_without_a_change(kind, tmp_path, 
 def test_a_transformer_does_not_go_back(tmp_path):
     config = LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    with pytest.raises(UserError, match="is a llama: give one of a masked mixer"):
+    with pytest.raises(UserError, match="is a llama: give a masked mixer"):
         convert_back(tmp_path / "llama", tmp_path / "back.safetensors")
     assert not (tmp_path / "back.safetensors").exists()
 

@@ -41,7 +41,7 @@ def test_a_checkpoint_is_exported_with_a_card_of_its_run(finished, tmp_path, mon
     assert str(tmp_path.parent) not in text and "trainer_state" not in os.listdir(given)
     model = AutoModelForCausalLM.from_pretrained(given)
     assert model.dtype == torch.bfloat16 and model.config.auto_map == AUTO_MAP
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export(last, given, "apache-2.0")
 
 

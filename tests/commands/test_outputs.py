@@ -88,7 +88,7 @@ def test_where_no_results_can_go_is_said_before_they_are_computed(
         folder = output.parent if output.suffix else output
         problem = f"results cannot go to '{folder}': {file} is not a directory"
         if output == file and name in ("convert", "export"):
-            problem = f"{file} exists already"
+            problem = f"{file} already exists"
         with pytest.raises(UserError, match=f"^{problem}; choose another --output"):
             call(main, arguments)
     assert capsys.readouterr().out == "" and file.read_text() == "a file of the user's"
@@ -113,7 +113,7 @@ def test_an_earlier_output_stays_as_it_was(inputs, tmp_path, call, name):
     call(main, arguments)
     (tmp_path / "other").write_text("a file of the user's")
     before = state_files(tmp_path)
-    with file_limit(9_000), pytest.raises(UserError, match="as it was before: mend that"):
+    with file_limit(9_000), pytest.raises(UserError, match="is unchanged: fix the cause"):
         call(main, arguments)
     assert state_files(tmp_path) == before
     call(main, arguments)
@@ -191,7 +191,7 @@ def test_outputs_written_at_the_same_time_to_one_place_are_whole(inputs, tmp_pat
     jobs = [export] * 3 + [report] * 2 + [(main, arguments), (main, [*arguments, "--text", other])]
     ended = at_the_same_time(jobs, tmp_path)
     assert sorted(status for status, _ in ended[:3]) == [0, 2, 2]
-    refusal = f"error: {exported} exists already; choose another --output, or delete it"
+    refusal = f"error: {exported} already exists; choose another --output, or delete it"
     assert all((refusal in printed) == (status == 2) for status, printed in ended[:3])
     assert [status for status, _ in ended[3:]] == [0] * 4
     load_masked_mixer(exported)

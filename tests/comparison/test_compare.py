@@ -271,7 +271,7 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     monkeypatch.setattr(study, "write_report", lambda *_: written.append("report"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the study sets it
     whole = study.Study(tmp_path / "a", {}, "first", "")
-    said = "^b: its process was stopped; the same command goes on\ne: no space left on device$"
+    said = "^b: its process was stopped; the same command continues\ne: no space left on device$"
     with pytest.raises(UserError, match=said):
         whole.work([iterate(name) for name in "abcde"])
     rows = runs_in(tmp_path / "a.json")

@@ -214,7 +214,7 @@ def test_a_disk_that_fills_anywhere_is_one_error_and_with_space_the_same_data_is
     written = [file for file in (tmp_path / "prepared").rglob("*") if file.is_file()]
     for size in sorted({file.stat().st_size for file in written}):
         config = dataclasses.replace(whole, directory=str(tmp_path / str(size)))
-        with file_limit(size - 1), pytest.raises(UserError, match="File too large.* mend that"):
+        with file_limit(size - 1), pytest.raises(UserError, match="File too large.* fix the cause"):
             prepare(config, quiet)
         assert not Path(config.directory).exists()
         prepare(config, quiet)

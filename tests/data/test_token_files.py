@@ -87,7 +87,7 @@ def test_rows_that_are_cut_hold_the_beginning_of_a_document_without_its_end(tmp_
 def test_damaged_files_are_refused_on_opening(prepared, tmp_path):
     damaged = Path(shutil.copytree(prepared, tmp_path / "copy"))
 
-    def refused(name, content, match="is not what preparing wrote .*; put that back, or delete"):
+    def refused(name, content, match="is not what preparing wrote .*; restore it, or delete"):
         file = damaged / name
         good = file.read_bytes() if file.exists() else None
         file.unlink() if content is None else file.write_bytes(content)

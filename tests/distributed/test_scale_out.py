@@ -184,5 +184,5 @@ def test_hosts_that_do_not_share_their_directories_are_refused(
     options = {"processes": 2, "environment": environment, "before": on_its_own_disk}
     ranks = launch("--config", config, "output_dir=runs", **options)
     assert 0 not in ranks.wait()
-    said = f"error: {named} is not for process 1 what it is for process 0; allowed: one directory"
+    said = f"error: {named} differs between process 1 and process 0; allowed: one directory"
     assert ranks.output.count(said) == 1

@@ -178,7 +178,7 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
             "hidden_size = 'wide'; allowed: a whole number",
         ),
         ("masked_mixer", "hidden_size", 24, "cannot be read"),  # of another shape than the weights
-        ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: of"),
+        ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: a"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),
         ("gpt2", "n_layer", -1, "has n_layer -1 in its config.json"),
         ("gpt2", "activation_function", "magic", "magic"),
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):
     [
         (
             {"window": CONTEXT + 1},
-            f"--window is {CONTEXT + 1}, and the context of .* is {CONTEXT}: ask for fewer",
+            f"--window is {CONTEXT + 1}, but the context of .* is {CONTEXT}: ask for fewer",
         ),
         (
             {"window": 0, "stride": 0},

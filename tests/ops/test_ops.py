@@ -145,7 +145,7 @@ def test_derivatives_that_the_kernels_do_not_have_are_refused_and_never_left_out
 ):
     assert derivative("dense", by_lag).abs().max() > 1
     # Of transforms torch itself says that; of second derivatives we do.
-    said = "with functorch transforms" if derivative is transform else "'dense' alone: use it"
+    said = "with functorch transforms" if derivative is transform else "'dense': use it"
     with pytest.raises(RuntimeError, match=said):
         derivative("cuda", by_lag)
     with FlopCounterMode(display=False), pytest.raises(RuntimeError, match=said):

@@ -101,5 +101,5 @@ def test_attention_has_no_matrices(every, tmp_path):
 
 def test_what_has_no_matrices_is_refused(tmp_path):
     save_checkpoint(tmp_path / "gpt2", "gpt2")
-    with pytest.raises(UserError, match="is a gpt2: give one of a masked mixer"):
+    with pytest.raises(UserError, match="is a gpt2: give a masked mixer"):
         main(["--checkpoint", str(tmp_path / "gpt2")])

@@ -82,7 +82,7 @@ def test_published_losses_lie_in_a_runs_picture_as_far_as_the_run_goes(tmp_path,
     assert names <= curves(drawn[1].axes[0]).keys()
     for wrong in ("theirs: [3]", "theirs: {losses: {}}", "theirs: {losses: {10: low}}"):
         file.write_text(wrong)
-        with pytest.raises(UserError, match="published.yaml is no file of losses by step"):
+        with pytest.raises(UserError, match="published.yaml is not a file of losses by step"):
             report.main([str(run), "--published", str(file)])
 
 

@@ -203,7 +203,7 @@ def test_where_compiling_fails_the_run_says_why_and_goes_on_without(
     output = launch(
         "--config", write_config(), "name=fallen", "train.compile=blocks", **options
     ).succeed()
-    assert output.count("torch.compile has failed, the run goes on without: ") == 1
+    assert output.count("torch.compile has failed, the run continues without it: ") == 1
     assert "needs a C++ compiler on a CPU" in output
     assert read_losses(tmp_path / "runs/fallen") == read_losses(finished)
 

@@ -1,6 +1,6 @@
 """The masked mixer, a model of transformers:
 
-modeling       the model, from which to read on: MLP, block, embedding, head, loss, padding
+modeling       the model; start reading here: MLP, block, embedding, head, loss, padding
 mixing         token mixing and its variants: flat, gated, keyed; linear layers, nonlinearities
 convolution    the convolutions in them, with their mixing weights
 configuration  the model's options, and its code beside a saved model

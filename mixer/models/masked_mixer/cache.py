@@ -1,5 +1,5 @@
 """Generation: what token mixing keeps of earlier tokens, so that a new one costs one row of each
-mixing weight and not the triangle, and a decoding step as a CUDA graph.
+mixing weight, not the triangle; and a decoding step as a CUDA graph.
 """
 
 import math

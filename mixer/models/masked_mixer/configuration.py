@@ -1,4 +1,4 @@
-"""The options of a masked mixer, each written once, for a run's section `model` and its checks too,
+"""The options of a masked mixer, written only here, for a run's section `model` and its checks too;
 and the configuration of a model as transformers saves and loads it.
 """
 
@@ -42,7 +42,7 @@ class MixerOptions:
     )
     num_mixer_heads: int = option(1, "groups of channels, each with its own mixing weight", **SIZE)
     mixer_projections: bool = option(
-        True, "linear layers around the heads; false: none, and with keys, heads in all blocks"
+        True, "linear layers around the heads; false: none, and with keys, all blocks have heads"
     )
     mixer_kernel_size: int = option(1, "taps of the convolution over the channels", **SIZE)
     mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
@@ -68,7 +68,7 @@ class MixerOptions:
         choices=("full", "lags", *RECURRENT),
     )
     mixing_decay: bool = option(False, "with a recurrence: each head learns how fast it forgets")
-    mlp_first: bool = option(False, "a block's MLP stands before its mixing")
+    mlp_first: bool = option(False, "a block's MLP comes before its mixing")
     mixing_init: str = option(
         "reference",
         "initial mixing weights: reference (random, like the author's), zero, or shift (the token "
@@ -82,7 +82,7 @@ class MixerOptions:
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
     final_norm: bool = option(False, "a LayerNorm before lm_head")
-    linear_bias: bool = option(True, "whether linear layers have biases; lm_head never has")
+    linear_bias: bool = option(True, "whether linear layers have biases; lm_head never does")
     hidden_act: str = option(
         "gelu", "the MLP's nonlinearity; relu2: ReLU squared", choices=("gelu", "relu2", "silu")
     )

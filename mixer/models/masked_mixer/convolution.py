@@ -1,5 +1,5 @@
 """The convolutions that mix tokens: by a learned lower-triangular weight (arXiv 2409.01482, section
-2), by one that is scaled by how well tokens fit, both also by lag, and by a recurrence.
+2), in full or by lag, which keyed mixing scales by how well tokens match; or by a recurrence.
 """
 
 import math

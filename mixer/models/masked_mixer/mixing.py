@@ -1,8 +1,8 @@
 """Token mixing: what a masked mixer has in place of attention (arXiv 2409.01482, section 2).
 
-A block calls a variant as mixing(x, residual, past), for residual + mix(x), each (batch, tokens,
-channels). Variants are built around convolutions, to which they pass `past`. A new one is a class
-here, a line in VARIANTS and a field of MixerOptions: docs/add_a_mixing_variant.md.
+A block calls a variant as mixing(x, residual, past), which returns residual + mix(x), each (batch,
+tokens, channels). Variants are built around convolutions, to which they pass `past`. A new one is a
+class here, a line in VARIANTS and a field of MixerOptions: docs/add_a_mixing_variant.md.
 """
 
 import math

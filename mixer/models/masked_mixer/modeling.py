@@ -244,7 +244,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             raise ValueError(
                 f"the input has {new} tokens{before}; allowed: 1 or more, and together at most "
                 f"{longest}, the context or the room of a static cache: give another input, "
-                "past_key_values.reset() before another text, or a MixingCache with more room"
+                "call past_key_values.reset() before another text, or use a larger MixingCache"
             )
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
