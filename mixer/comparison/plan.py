@@ -12,9 +12,9 @@ A plan has `common`, the options of all runs by section.key, and either
   options of a run that comes first, for as many seconds, at each model's own rate; all others
   start from its weights.
 
-Each of `seeds` repeats the runs of `runs`, or the longer runs at the better rate, with other
-initial weights and data. Where a plan or a run names a configuration as its `recipe`, the optimizer
-and the initial mixing weights come from it, but not their form, model.mixing_weight.
+Each of `seeds` repeats the runs of `runs`, or the longer runs at the better of their rates, with
+other initial weights and data. Where a plan or a run names a configuration as its `recipe`, the
+optimizer and the initial mixing weights come from it, but not their form, model.mixing_weight.
 """
 
 import shlex
