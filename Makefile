@@ -34,7 +34,7 @@ demo: setup
 	ACCELERATE_USE_CPU=true $(BIN)/python train.py --config configs/demo.yaml
 	$(BIN)/python eval.py --checkpoint runs/demo/step-600
 	$(BIN)/python -m mixer.report runs/demo
-	$(BIN)/python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
+	$(BIN)/python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self,"
 
 # Three workers on two cores: tests that start and kill real processes wait half of the time.
 test: setup

@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     print(f"\nThe cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
-        print("Models still run in plain PyTorch. Without an NVIDIA GPU, nothing is wrong.")
+        print("Models still run in plain PyTorch. Without an NVIDIA GPU, there is nothing to fix.")
     sys.exit(1 if problems else 0)
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it
 # counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
+STOPPING = b"stopping after this step; the same signal again stops at once\n"
 
 
 class World:
@@ -164,6 +166,7 @@ class Stop:
 
     def __init__(self, world: World):
         self.group, self.number, self.since = world.group, 0, 0.0  # the first signal, and its time
+        self.is_main = world.is_main
         heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._note) for number in heard}
 
@@ -189,6 +192,8 @@ class Stop:
             signal.raise_signal(number)
         elif not self.number:
             self.number, self.since = number, now
+            with suppress(OSError):  # of a reader that has gone; print() could meet itself here
+                os.write(1, STOPPING * self.is_main)
 
 
 def leave_with_error(error: BaseException) -> None:

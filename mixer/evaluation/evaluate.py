@@ -97,8 +97,9 @@ def check_options(options: EvalOptions) -> None:
             problem = "a task, whose answers are all scored: leave out --first-token and "
             raise UserError(f"{directory} was trained on {problem}--max-tokens, or {give}")
     elif not source or not Path(source).is_dir():
-        known = f"{source or 'data that it does not name'}, which is not in {Path.cwd()}"
-        raise UserError(f"{directory} was trained on {known}: {give}")
+        said = f"was trained on {source}, which is not in {Path.cwd()}"
+        said = said if source else "does not say what data it was trained on"
+        raise UserError(f"{directory} {said}: {give}")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:

@@ -87,7 +87,7 @@ def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: st
     if tokens > getattr(model.config, "longest_text", context):
         problem = f"{given}, but the context of {checkpoint} is {context}: ask for fewer tokens"
         if hasattr(model.config, "mixing_weight"):
-            problem += ", or convert to mixing weights by lag, which read further: "
+            problem += ", or convert to weights by lag, which changes one trained with full ones: "
             problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"
         raise UserError(problem)
 

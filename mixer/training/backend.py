@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mixer.common.errors import first_line
+from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import TYPES
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, RecurrentConv, TriangularConv
@@ -21,6 +21,15 @@ from mixer.ops.triangular import difference
 from mixer.training.config import RunConfig
 
 RACE_SECONDS = 0.2  # for each backend
+
+
+def check_backend(run: RunConfig, device: torch.device) -> None:
+    """Raises UserError for kernels where there is no GPU."""
+    if run.model.mixing_backend == "cuda" and device.type != "cuda":
+        raise UserError(
+            f"model.mixing_backend is cuda, and training is on the {device.type}; allowed there: "
+            "auto, dense"
+        )
 
 
 def settle_backend(

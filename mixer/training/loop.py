@@ -17,6 +17,7 @@ from mixer.common.hardware import check_precision, memory_for
 from mixer.data.prepare import open_data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
+from mixer.training.backend import check_backend
 from mixer.training.config import RunConfig
 from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
 from mixer.training.optim import (
@@ -44,6 +45,7 @@ def train(run: RunConfig) -> PreTrainedModel:
         world = World(accelerator)
         check_precision(world.device, run.train.mixed_precision)
         check_optimizer(run.optim, world.is_sharded)
+        check_backend(run, world.device)
         with run_locked(run.directory) if world.is_main else nullcontext():
             model = Trainer(run, world).train()
     accelerator.end_training()

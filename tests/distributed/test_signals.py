@@ -54,6 +54,7 @@ def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(
     output = ranks.signal(number, rank=processes - 1).succeed()
     assert time.monotonic() - began < 20
     step = last_saved(tmp_path / "runs/small")
+    assert ("stopping after this step" in output) == (processes == 1)
     assert f"stopped by a signal after step {step}" in output
     # no step after the saved one
     assert read_lines(tmp_path / "runs/small")[-1]["step"] == step >= before

@@ -257,7 +257,7 @@ def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):
             {"window": 8, "stride": 9},
             "window .* is 8, the stride 9: give .* --stride 1..window",
         ),
-        ({"text": []}, "on data that it does not name.*: give --data DIR, --text FILE"),
+        ({"text": []}, "does not say what data it was trained on: give --data DIR, --text FILE"),
         ({"text": ["rows.jsonl"]}, "no text in .*; fields of the first: content.*: --text-field"),
         ({"text": ["short.txt"]}, "short.txt is shorter than 2 tokens: give a longer text"),
     ],

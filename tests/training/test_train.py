@@ -101,8 +101,14 @@ def test_a_precision_the_device_lacks_is_refused(monkeypatch):
 
 def test_what_cannot_fit_into_memory_is_refused_before_the_first_step(write_config, tmp_path):
     for changes in (["train.batch_size=1000000"], ["model.hidden_size=65536"]):
-        with pytest.raises(UserError, match=r"needs about [\d.]+ GB .*the limit is [\d.]+\. To need"):
+        with pytest.raises(UserError, match=r"needs about [\d.]+ GB .*limit is [\d.]+\. To need"):
             train(load_config(str(write_config()), changes))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_kernels_without_a_gpu_are_refused_before_anything_is_written(write_config, tmp_path):
+    with pytest.raises(UserError, match="is cuda, and training is on the cpu; allowed .* dense"):
+        train(load_config(str(write_config()), ["model.mixing_backend=cuda"]))
     assert not (tmp_path / "runs").exists()
 
 
