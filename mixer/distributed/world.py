@@ -192,8 +192,9 @@ class Stop:
             signal.raise_signal(number)
         elif not self.number:
             self.number, self.since = number, now
-            with suppress(OSError):  # of a reader that has gone; print() could meet itself here
-                os.write(1, STOPPING * self.is_main)
+            if self.is_main:
+                with suppress(OSError):  # of a reader that has gone; print() could meet itself here
+                    os.write(1, STOPPING)
 
 
 def leave_with_error(error: BaseException) -> None:

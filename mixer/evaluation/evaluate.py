@@ -97,9 +97,8 @@ def check_options(options: EvalOptions) -> None:
             problem = "a task, whose answers are all scored: leave out --first-token and "
             raise UserError(f"{directory} was trained on {problem}--max-tokens, or {give}")
     elif not source or not Path(source).is_dir():
-        said = f"was trained on {source}, which is not in {Path.cwd()}"
-        said = said if source else "does not say what data it was trained on"
-        raise UserError(f"{directory} {said}: {give}")
+        said = f"was trained on {source}, which is not in {Path.cwd()}" if source else ""
+        raise UserError(f"{directory} {said or 'does not say what data it was trained on'}: {give}")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
