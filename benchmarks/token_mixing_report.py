@@ -245,7 +245,7 @@ def plot_speedups(result: dict, path: Path) -> Path:
         axes.margins(y=0.18)
         axes.set_ylabel("times as fast")
         kind = ", wall time" if operation == "autograd" else ""
-        axes.set_title(f"{OPERATIONS[operation]}: ours over the best of each kind{kind}")
+        axes.set_title(f"{OPERATIONS[operation]}{kind}")
         if families:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xlabel("tokens")

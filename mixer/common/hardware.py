@@ -45,7 +45,8 @@ def peak_memory_gb(device: torch.device) -> float:
     process on a CPU.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        # Not max_memory_allocated, which leaves out what a CUDA graph keeps between its replays.
+        return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -162,6 +162,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
         ends = range(size, len(task) + size, size)
         batches = (task.batch(range(end - size, min(end, len(task)))) for end in ends)
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of an earlier checkpoint
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
     scores = scoring.evaluate_batches(model, batches, window, place)
