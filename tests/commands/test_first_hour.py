@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACEHOLDERS = {r"runs/\w+/[\w-]+": "runs/mine/step-12", "FOLDER": "texts"}
 SMALL = (
     *("train.steps=12", "train.eval_every=6", "train.eval_samples=16", "optim.warmup_steps=2"),
-    *("checkpoint.save_every=4", "logging.log_every=1", "data.workers=1"),
+    *("checkpoint.save_every=4", "logging.log_every=1", "data.workers=1", "model.hidden_size=96"),
 )
 GREEDY = """
 import torch

@@ -11,16 +11,17 @@ import torch
 from runs import ROOT
 from texts import corpus, made_texts
 
-OPERATOR_AND_DOCTOR = """
+PROGRAM = """
 import torch, mixer
-from mixer.doctor import main
+from mixer import doctor, train
 from mixer.ops import triangular_conv
 
 print(mixer.__file__)
 x, weight = torch.randn(2, 5, 8), torch.randn(1, 1, 5, 5)
 y = triangular_conv(x, weight, torch.zeros(1, 5), backend="dense")
 torch.testing.assert_close(y, weight[0, 0].tril() @ x)
-main([])
+train.main()
+doctor.main([])
 """
 SMALL = (
     *("model.hidden_size=16", "model.num_hidden_layers=1", "model.max_position_embeddings=16"),
@@ -30,7 +31,7 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def installed(tmp_path_factory) -> Path:
     """The directory that the wheel is installed into; it is built from a copy, so that no build
     output is left in the checkout.
@@ -52,33 +53,18 @@ def installed(tmp_path_factory) -> Path:
     return directory / "installed"
 
 
-@pytest.fixture
-def python(installed, tmp_path):
-    """A function that runs Python with the installed package alone, in an empty directory."""
+def test_the_operator_training_the_doctor_and_the_kernels_sources_are_installed(
+    installed, tmp_path
+):
+    corpus(tmp_path / "texts", made_texts(30))
     environment = os.environ | {"PYTHONPATH": str(installed), "MIXER_CACHE": str(tmp_path / "c")}
-
-    def run(*arguments) -> subprocess.CompletedProcess:
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-        )
-
-    return run
-
-
-def test_the_operator_the_doctor_and_the_sources_of_the_kernels_are_installed(installed, python):
-    done = python("-c", OPERATOR_AND_DOCTOR)
+    command = [sys.executable, "-c", PROGRAM, *SMALL]
+    how = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, **how)
     assert done.returncode in (0, 1), done.stderr
     place, _, said = done.stdout.partition("\n")
     assert Path(place) == installed / "mixer" / "__init__.py"
-    assert said.startswith(f"torch: {torch.__version__}")
+    assert "step 2/2" in said and f"torch: {torch.__version__}" in said
+    assert '"step": 2,' in (tmp_path / "runs/run/metrics.jsonl").read_text()
     sources = {file.name for file in (ROOT / "mixer/ops/csrc").iterdir()}
     assert {file.name for file in (installed / "mixer/ops/csrc").iterdir()} == sources
-
-
-def test_a_model_is_trained(python, tmp_path):
-    corpus(tmp_path / "texts", made_texts(30))
-    done = python("-m", "mixer.train", *SMALL)
-    assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
-    assert '"step": 2,' in (tmp_path / "runs/run/metrics.jsonl").read_text()

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from runs import ROOT, read_lines
+from launching import start_python
+from runs import read_lines
 
 from mixer.checkpoints.checkpoint import damage, step_of
 from mixer.common.files import run_locked
@@ -128,20 +128,14 @@ def test_the_processes_of_a_launcher_that_is_ended_save_and_end(
     # Beside accelerate's launcher nobody says that a run is for CPUs.
     on_cpu = {"ACCELERATE_USE_CPU": str(torch.cuda.is_available()).lower()}
     run, output = tmp_path / "runs/small", tmp_path / "output.txt"
-    with open(output, "w") as file:
-        launched = subprocess.Popen(
-            [sys.executable, "-m", *command, "checkpoint.save_every=0"],
-            cwd=ROOT,
-            stdout=file,
-            stderr=file,
-            env=os.environ | on_cpu,
-        )
+    options = ["checkpoint.save_every=0"]
+    launched = start_python("-m", *command, *options, output=output, **on_cpu)
     while not ((run / "metrics.jsonl").exists() and has_done(run, 5)):
-        assert launched.poll() is None, output.read_text()
+        assert launched.is_alive(), output.read_text()
         time.sleep(0.05)
     processes = psutil.Process(launched.pid).children(recursive=True)
-    launched.send_signal(number)
-    launched.wait(60)
+    os.kill(launched.pid, number)
+    launched.join(60)
     _, alive = psutil.wait_procs(processes, timeout=60)
     for process in alive:
         process.kill()

@@ -7,7 +7,6 @@ every sum is exact in any order. What a kernel does not write stays NaN.
 """
 
 import ctypes
-import os
 import random
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import plain_kernels
 import torch
+from launching import run_python
 from torch import Tensor
 
 from mixer.ops import cuda
@@ -113,13 +113,9 @@ def main(path, capability, seed, count, operation="any", least=0, most=10000) ->
         )
 
 
-def run_cases(library: Path, *arguments) -> subprocess.CompletedProcess:
+def run_cases(library: Path, output: Path, *arguments) -> subprocess.CompletedProcess:
     """Runs this file: an emulator ends its process when it finds a fault."""
-    command = [str(word) for word in (sys.executable, __file__, library, *arguments)]
-    root = Path(cuda.__file__).parents[2]
-    paths = [str(root), str(root / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return run_python(__file__, library, *arguments, output=output, patience=300)
 
 
 if __name__ == "__main__":

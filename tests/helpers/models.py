@@ -78,7 +78,6 @@ MIXINGS = {
 LENGTHS = (4, 1, 6, 3)
 SETTINGS = {
     "greedy": {"do_sample": False},
-    "beams": {"do_sample": False, "num_beams": 3},
     "several": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
 }
 

@@ -83,15 +83,16 @@ def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
 
 
 @every_variant
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("how", SETTINGS)
-def test_padded_batches_write_what_each_prompt_gives_alone(variant, side, how):
-    """Without a cache, with one, and with a static one."""
-    model, (ids, mask), settings = lively_model(**variant), padded(side), SETTINGS[how]
+def test_padded_batches_write_what_each_prompt_gives_alone(variant, how):
+    """Padded on either side; without a cache, with one, and with a static one."""
+    model, settings = lively_model(**variant), SETTINGS[how]
     alone = [generate(model, prompt[None], use_cache=False, **settings) for prompt in prompts()]
-    for cache in ({"use_cache": False}, {}, {"cache_implementation": "static"}):
-        written = generate(model, ids, attention_mask=mask, **settings, **cache)
-        assert torch.equal(written, torch.cat(alone)), cache
+    for side in ("left", "right"):
+        ids, mask = padded(side)
+        for cache in ({"use_cache": False}, {}, {"cache_implementation": "static"}):
+            written = generate(model, ids, attention_mask=mask, **settings, **cache)
+            assert torch.equal(written, torch.cat(alone)), (side, cache)
 
 
 def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():

@@ -26,9 +26,11 @@ from mixer.models.masked_mixer.configuration import AUTO_MAP, copy_code
 SETTINGS = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
 LOAD_ELSEWHERE = """
 import pathlib, sys, torch
-if {hidden}: sys.modules["mixer"] = None  # as if it were not installed
+sys.modules["mixer"] = None  # as if it were not installed
 from transformers import AutoModel, AutoModelForCausalLM
-for path in pathlib.Path("saved").iterdir():
+for path in [*pathlib.Path("saved").iterdir(), *pathlib.Path("with_package").iterdir()]:
+    if there := path.parent.name == "with_package":
+        sys.modules.pop("mixer", None)
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
     ids, mask, logits, written = torch.load(path / "expected.pt")
@@ -39,8 +41,7 @@ for path in pathlib.Path("saved").iterdir():
     how = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     assert torch.equal(model.generate(ids, attention_mask=mask, **how)[:, -8:], written)
     model(ids, labels=ids).loss.backward()
-    kernels = "mixer.ops" in sys.modules
-    assert kernels != {hidden}
+    assert ("mixer.ops" in sys.modules) == there
     model.save_pretrained(pathlib.Path("again", path.name))
 """
 
@@ -52,29 +53,25 @@ def test_modeling_itself_imports_every_other_file_of_the_saved_code(tmp_path):
     assert {f"{name}.py" for name in imported} == CODE - {"modeling.py"}
 
 
-@pytest.mark.parametrize(
-    ("hidden", "mixings"),
-    [(True, MIXINGS), (False, ["gate-heads"])],
-    ids=["package-absent", "package-there"],
-)
-def test_the_saved_code_loads_where_the_package_is_not_imported(hidden, mixings, tmp_path):
-    models, (ids, mask) = {name: lively_model(**MIXINGS[name]) for name in mixings}, padded("left")
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / "saved" / name)
+def test_the_saved_code_loads_where_the_package_is_absent_or_not_imported(tmp_path):
+    models = {name: lively_model(**mixing) for name, mixing in MIXINGS.items()}
+    places = {tmp_path / "saved" / name: model for name, model in models.items()}
+    places[tmp_path / "with_package" / "there"] = models["gate-heads"]
+    ids, mask = padded("left")
+    for place, model in places.items():
+        model.save_pretrained(place)
         logits = model(ids, attention_mask=mask).logits.detach()
         expected = (ids, mask, logits, generate(model, ids, attention_mask=mask))
-        torch.save(expected, tmp_path / "saved" / name / "expected.pt")
-    root = "" if hidden else str(ROOT)
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": root}
-    code = LOAD_ELSEWHERE.format(hidden=hidden)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+        torch.save(expected, place / "expected.pt")
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(ROOT)}
+    command, how = [sys.executable, "-c", LOAD_ELSEWHERE], {"capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, **how)
     assert done.returncode == 0, done.stderr
-    for name, model in models.items():
-        assert {path.name for path in (tmp_path / "again" / name).iterdir()} >= CODE
+    for place, model in places.items():
+        written = tmp_path / "again" / place.name
+        assert {path.name for path in written.iterdir()} >= CODE
         # with the package imported: its own class
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / name)
+        again = AutoModelForCausalLM.from_pretrained(written)
         assert type(again) is type(model) and again.config.auto_map == AUTO_MAP
         torch.testing.assert_close(again(ids).logits, model(ids).logits)
 

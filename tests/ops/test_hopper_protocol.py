@@ -67,11 +67,11 @@ def test_random_cases_of_every_operation_and_plan(built, tmp_path):
     library = sources.link(built, tmp_path)
 
     def run(plan: str) -> subprocess.CompletedProcess:
-        return run_cases(library, 90, 1, CASES, "any", *PLANS[plan])
+        return run_cases(library, tmp_path / plan, 90, 1, CASES, "any", *PLANS[plan])
 
     with ThreadPoolExecutor(JOBS) as jobs:
         for result in jobs.map(run, PLANS):
-            assert result.returncode == 0, result.stdout[-500:] + result.stderr[-500:]
+            assert result.returncode == 0, result.stdout[-1000:]
 
 
 @pytest.mark.slow
@@ -86,5 +86,6 @@ def test_mistakes_are_caught(mistake, built, tmp_path):
         (changed / file).write_text(text.replace(old, new))
     product = sources.hopper_unit("hopper_product", changed, tmp_path)
     library = sources.link([product, *built[1:]], tmp_path)
-    result = run_cases(library, 90, MUTANT_SEED, MUTANT_CASES, "forward", *PLANS[plan])
+    arguments = (90, MUTANT_SEED, MUTANT_CASES, "forward", *PLANS[plan])
+    result = run_cases(library, tmp_path / "printed", *arguments)
     assert result.returncode == 1, result.stdout[-500:]

@@ -40,20 +40,13 @@ def interpret(*arguments) -> subprocess.CompletedProcess:
 
 
 @needs_triton
-def test_kernels_are_right_on_the_cpu():
+def test_kernels_are_right_on_the_cpu_and_one_operator_to_pytorch(tmp_path, monkeypatch):
     """Random shapes, tiles, strides and types, in memory that is not theirs on all sides. Every
-    mistake below is seen in these cases.
+    mistake below is seen in these cases. Then autograd, the compiler and autocast.
     """
-    result = interpret("random", KERNELS, 1, CASES)
-    assert result.returncode == 0, result.stdout[-500:] + result.stderr[-1500:]
-
-
-@needs_triton
-def test_the_operator_is_one_to_autograd_the_compiler_and_autocast(tmp_path, monkeypatch):
-    """And a gradient of a projection is not copied by compiled code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # not what earlier code left
-    result = interpret("operator", KERNELS)
-    assert result.returncode == 0, result.stderr[-1500:]
+    result = interpret(KERNELS, 1, CASES)
+    assert result.returncode == 0, result.stdout[-500:] + result.stderr[-1500:]
 
 
 MISTAKES = {
@@ -88,7 +81,7 @@ def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
     assert text.count(old) == 1
     wrong = tmp_path / "keyed_kernels.py"
     wrong.write_text(text.replace(old, new))
-    result = interpret("random", wrong, 1, CASES)
+    result = interpret(wrong, 1, CASES)
     assert "AssertionError: Case(" in result.stderr or result.returncode < 0, result.stderr[-1500:]
 
 

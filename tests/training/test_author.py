@@ -20,7 +20,7 @@ from mixer.training.config import load_config
 from mixer.training.loop import train
 
 ROOT = Path(__file__).parents[2]
-WIDTH, BLOCKS, CONTEXT, BATCH, STEPS, WARMUP, HELD_OUT = 32, 2, 48, 8, 500, 50, 30
+WIDTH, BLOCKS, CONTEXT, BATCH, STEPS, WARMUP, HELD_OUT = 32, 2, 48, 8, 250, 25, 30
 
 
 @pytest.fixture(scope="module")
