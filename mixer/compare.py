@@ -58,6 +58,8 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     if not names or seeds < 1 or not (seconds is None or 0 < seconds < float("inf")):
         said = f"--backends {' '.join(names)} --seeds {seeds} --seconds {seconds}"
         raise UserError(f"{said}; allowed: 1 or more of each, and finite seconds above 0")
+    if given.keys() & {"name", "output_dir"}:
+        raise UserError("name or output_dir is given; a comparison is named by --output PATH")
     models = {name: entrant(name) for name in names}
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}

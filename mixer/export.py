@@ -25,8 +25,8 @@ WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 # Settings that may be paths of the training machine, and are left out.
 MAY_BE_PATHS = {"data.path", "data.validation_path", "data.tokenizer", "train.init_from"}
 METRICS = {  # the last values of metrics.jsonl, by what the card calls them, and their format
-    "training loss, nats a token": ("loss", ".4f"),
-    "validation loss, nats a token": ("validation_loss", ".4f"),
+    "training loss, nats": ("loss", ".4f"),
+    "validation loss, nats": ("validation_loss", ".4f"),
     "validation bits per byte": ("validation_bits_per_byte", ".4f"),
     "validation tokens scored": ("validation_tokens", ","),
 }

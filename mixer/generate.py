@@ -37,7 +37,10 @@ def continuations(
         if len(prompts) > 1 and not tokenizer.pad_token:
             raise UserError("the tokenizer has no token to pad or end a text: give one prompt")
         padding = {"padding": len(prompts) > 1, "padding_side": "left"}
-        inputs = tokenizer(prompts, return_tensors="pt", **padding).to(device)
+        try:
+            inputs = tokenizer(prompts, return_tensors="pt", **padding).to(device)
+        except Exception as error:  # tokenizers raises no other kind
+            raise UserError(f"the tokenizer cannot encode a prompt: {error}") from None
         ids = inputs.input_ids  # (prompts, tokens)
         check_token(int(ids.max()), model, "a prompt")
         given = f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}"

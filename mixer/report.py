@@ -54,7 +54,7 @@ def plot_training(run: Path, output: Path, published: str | None = None) -> None
     if not steps:
         raise UserError(f"{run} has no training loss yet: let the run log a step first")
     title = f"{short_name(run.resolve().name)}: loss"
-    with curves(output, title, "optimizer step", "loss (nats per token)") as axes:
+    with curves(output, title, "optimizer step", "loss (nats)") as axes:
         axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
         at, losses = smooth(steps, losses)
         axes.plot(at, losses, "o-", color=GREY, label=f"training: {losses[-1]:.3f} at the end")
@@ -103,7 +103,7 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
         rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
         drawn.append((short_name(name), seconds, losses, bits))
     in_bits = tokens_differ(rows) and all(row["bits/byte"] != "-" for row in rows)
-    y = f"validation loss ({'bits per byte' if in_bits else 'nats per token'})"
+    y = f"validation loss ({'bits per byte' if in_bits else 'nats'})"
     with curves(output, "Validation loss by training time", "training time (s)", y) as axes:
         for name, seconds, losses, bits in drawn:
             shown = bits if in_bits else losses

@@ -128,6 +128,10 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
     if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
         say(f"{directory} has checkpoints of its own: continuing from these, not from {resume}")
     elif resume != "auto":
+        if inside := all_checkpoints(named):
+            raise UserError(
+                f"checkpoint.resume = {resume} is a run, not a checkpoint: give {inside[-1]}"
+            )
         step = step_of(named.resolve())  # of `best`, that of the checkpoint which it links to
         if newer := [str(path) for path in candidates if step_of(path) > step]:
             raise UserError(

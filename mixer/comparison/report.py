@@ -34,9 +34,9 @@ BAR = {"linewidth": 5, "alpha": 0.4, "solid_capstyle": "butt"}
 OF_SWEEP = ("model", "lr", "validation loss", "training, s", "steps")
 
 NOTES = (
-    "Losses are in nats per token. Training time is the number of steps times the median time of a "
-    "step, without start-up, compilation, evaluation and saving. A run's learning rate falls up to "
-    "its last step: compare only the ends of runs."
+    "Losses are in nats per token, of retrieval per pair. Training time is the number of steps "
+    "times the median time of a step, without start-up, compilation, evaluation and saving. A "
+    "run's learning rate falls up to its last step: compare only the ends of runs."
 )
 NOTES_OF_KINDS = (
     "No run reads its text more than four times. If the best rate is the highest or the lowest "
@@ -160,7 +160,7 @@ def draw(result: dict, output: Path) -> bool:
     if not shown or any("top1_of_32" in row for row in runs.values()):
         return False
     title = "Training loss (dot: validation)" if kinds is None else "Validation loss, separate runs"
-    with curves(output, title, "training time (s)", "loss (nats per token)") as axes:
+    with curves(output, title, "training time (s)", "loss (nats)") as axes:
         if kinds is None:
             draw_runs(axes, timed)
         else:

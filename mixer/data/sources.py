@@ -181,7 +181,7 @@ def _builtin_row(part: Part) -> Iterator[dict]:
 def _json_rows(part: Part) -> Iterator[object]:
     """A row a line, or all of the file one array of rows."""
     with _open(part.file) as file:
-        if file.peek(4).removeprefix(codecs.BOM_UTF8).startswith(b"["):
+        if file.peek(4).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from json.load(file)
         else:
             yield from (json.loads(line) if line.strip() else {} for line in file)

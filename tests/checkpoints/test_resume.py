@@ -16,6 +16,8 @@ from launching import ROOT, Launch, run_python
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses, read_timeless
 from safetensors.torch import load_file, save_file
 
+from mixer.checkpoints.checkpoint import find_resume
+from mixer.common.errors import UserError
 from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.training.config import load_config
 from mixer.training.loop import train
@@ -154,6 +156,8 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
         "train.steps=14",
         "train.batch_size=4",
     ]
+    with pytest.raises(UserError, match="small is a run, not a checkpoint: give .*step-12"):
+        find_resume(tmp_path / "runs/longer", str(finished))
     output = launch("--config", write_config(), *changes, processes=2).succeed()
     assert "step 14/14" in output
     losses, original = read_losses(tmp_path / "runs/longer"), read_losses(finished)

@@ -18,6 +18,8 @@ from transformers import (
 )
 
 from mixer.common.errors import UserError
+from mixer.data.config import DataConfig
+from mixer.data.tasks import open_task
 from mixer.data.tokenizer import train_tokenizer
 from mixer.generate import continuations, main
 from mixer.models.masked_mixer.cache import MixingCache
@@ -121,6 +123,24 @@ def test_a_cache_serves_other_texts_after_a_reset_and_a_copy_goes_on_alone(stati
         cache.reset()
 
 
+@pytest.mark.parametrize("mixing", ["keyed-parts", "rows-and-columns"])
+@torch.no_grad()
+def test_several_texts_continue_one_prompt(mixing):
+    model, ids = lively_model(**MIXINGS[mixing]), tokens(batch=1, length=6)
+    cache = MixingCache(model.config)
+    model(ids[:, :-1], past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    written = generate(model, ids, past_key_values=cache, num_return_sequences=3, num_beams=3)
+    assert torch.equal(written, generate(model, ids, num_return_sequences=3, num_beams=3))
+
+
+def test_gradients_with_a_cache_are_those_without():
+    model, ids = lively_model(**MIXINGS["rows-and-columns"]).train(), tokens(length=6)
+    losses = [model(ids, labels=ids, use_cache=cached).loss for cached in (False, True)]
+    without, with_cache = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
+    torch.testing.assert_close(with_cache, without)
+
+
 @pytest.mark.parametrize("form", ["full", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_steps_are_those_of_the_full_forward(dtype, form):
@@ -184,11 +204,13 @@ def test_pipeline_and_streamer(tokenizer):
 def test_what_cannot_be_generated_from_is_refused():
     model, short = small_model(), tokens(length=4)
     cache = model(tokens(), use_cache=True).past_key_values
+    few = model(tokens(length=4), use_cache=True).past_key_values
     narrow = torch.ones(3, 1)
     for call, words in (
         (lambda: model(tokens(length=13)), "input has 13 tokens; .* at most 12, the context"),
         (lambda: model.generate(short, max_new_tokens=9), "4 tokens and 9 new .*, 13 together"),
         (lambda: model(short, past_key_values=cache), "has 4 tokens and the cache 12; "),
+        (lambda: model(short[:1], past_key_values=few), "has 1 texts, and the cache 3: give as "),
         (lambda: model(short, past_key_values=DynamicCache()), "DynamicCache given; .* a Mixing"),
         (lambda: model(short, position_ids=short), "position_ids given; a masked mixer reads "),
         (lambda: model(short, attention_mask=narrow), r"has shape \(3, 1\); allowed: \(3, 4\)"),
@@ -239,6 +261,13 @@ def test_the_command_needs_an_end_token_for_several_prompts_alone(tokenizer, tmp
     assert continuations(str(tmp_path), ["def"], 2, 0.0, 0)[0].startswith("def")
     with pytest.raises(UserError, match="no token to pad or end a text: give one prompt"):
         continuations(str(tmp_path), ["def", "def read"], 2, 0.0, 0)
+
+
+def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
+    lively_model(vocab_size=300).save_pretrained(tmp_path)
+    open_task(DataConfig(source="copy", vocab_size=300), 24)[2].save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="the tokenizer cannot encode a prompt: WordLevel"):
+        continuations(str(tmp_path), ["def"], 2, 0.0, 0)
 
 
 def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, tmp_path):

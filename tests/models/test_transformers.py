@@ -113,12 +113,13 @@ def test_loading_in_half_precision(dtype, tmp_path):
     torch.testing.assert_close(found, model(tokens()).logits, rtol=5e-2, atol=5e-2)
 
 
-def test_a_device_map_spreads_the_blocks(tmp_path):
-    model, ids = lively_model(mixer_expansion=True), tokens(batch=2, length=4)
+@pytest.mark.parametrize("mixing", ["expansion", "keyed-parts", "rows"])
+def test_a_device_map_spreads_the_blocks(tmp_path, mixing):
+    model, ids = lively_model(**MIXINGS[mixing]), tokens(batch=2, length=4)
     model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    parts |= {"model.norm": "cpu", "lm_head": "disk"}
+    parts |= {"model.norm": "cpu", "lm_head": "disk", "model.value_tables": "cpu"}
     spread = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offload"
     )
@@ -127,7 +128,16 @@ def test_a_device_map_spreads_the_blocks(tmp_path):
         m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (spread, model)
     ]
     assert torch.equal(*written)
-    assert spread.model.layers[1].mixing.conv.weight.device.type == "meta"
+    assert spread.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+
+
+def test_a_vocabulary_of_another_size_reaches_every_table(tmp_path):
+    model, ids = lively_model(**MIXINGS["keyed-parts"]), tokens(batch=1, length=4)
+    for size in (model.config.vocab_size + 5, model.config.vocab_size - 2):
+        model.resize_token_embeddings(size)
+        model.save_pretrained(tmp_path / str(size))
+        again, ids[0, -1] = AutoModelForCausalLM.from_pretrained(tmp_path / str(size)), size - 1
+        torch.testing.assert_close(again(ids).logits, model(ids).logits)
 
 
 def test_gradient_checkpointing_has_the_same_gradients_and_no_cache():

@@ -114,6 +114,18 @@ class MixingCache(Cache):
         kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         self.length = min(kept, self.length)
 
+    @property
+    def batch(self) -> int:
+        """How many texts there are; 0 before the first token."""
+        return 0 if self.is_empty else len(next(iter(self.kept.values())))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each text as often as that, such as a prompt that several texts continue."""
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.kept = {place: kept[indices.to(kept.device)] for place, kept in self.kept.items()}
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
         for kept in self.kept.values():

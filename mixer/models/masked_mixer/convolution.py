@@ -120,8 +120,9 @@ class TriangularConv(nn.Module):
         """
         self._draw()
         own = [part for part in self.parameters(recurse=False) if part is not self.bias]
-        # transformers calls this for loaded weights too, which must not change.
-        if not any(getattr(part, "_is_hf_initialized", False) for part in own):
+        # transformers calls this for loaded weights too, which must not change, and for those that
+        # it leaves on a disk.
+        if not (self.bias.is_meta or any(getattr(p, "_is_hf_initialized", False) for p in own)):
             self._start()
 
     def _draw(self) -> None:
@@ -299,7 +300,7 @@ class RecurrentConv(TriangularConv):
         else:
             wide = torch.promote_types(x.dtype, torch.float32)
             state = past.memory(self.place, (x.shape[0], x.shape[2]), x, wide)
-            sums = self._sums(x, state)
+            sums = self._sums(x, state.clone())  # which the backward pass may need
             count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
             last = sums[torch.arange(len(x), device=x.device), count - 1]
             state.copy_(torch.where((count == 0)[:, None], state, last))

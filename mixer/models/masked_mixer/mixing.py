@@ -105,8 +105,7 @@ class Keyed(nn.Module):
         self.parts = [keys, keys, config.hidden_size]
         self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
         self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
-        self.query_key = nn.Module()  # as checkpoints name the gain
-        self.query_key.gain = nn.Parameter(torch.ones(keys)) if self.norm else None
+        self.query_key = Turn(keys if self.norm else 0)
         # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
         by_lag = config.mixing_weight == "lags"
         kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
@@ -128,7 +127,7 @@ class Keyed(nn.Module):
             key = key + self.key_share.to(key.dtype) * self._previous(key, past)
         if self.norm or rotation is not None:
             how = {"norm": self.norm, "rotation": rotation}
-            query = turn(query, self.heads, gain=self.query_key.gain, **how)
+            query = self.query_key(query, self.heads, **how)
             key = turn(key, self.heads, **how)
         value = value if values is None else value + values
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
@@ -141,6 +140,19 @@ class Keyed(nn.Module):
         before = (past.positions - 1)[..., None]  # (batch or 1, new, 1)
         found = keys.gather(1, before.clamp(min=0).expand(len(key), -1, key.shape[2]))
         return found.masked_fill(before < 0, 0)
+
+
+class Turn(nn.Module):
+    """`turn` with a learned gain, of so many numbers or none. It is a module for those who bring
+    the weights of a module from a disk when it is called, such as accelerate.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(size)) if size else None
+
+    def forward(self, x: Tensor, heads: int, **how) -> Tensor:
+        return turn(x, heads, gain=self.gain, **how)
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:

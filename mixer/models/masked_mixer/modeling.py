@@ -113,6 +113,13 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
             for table in module.value_tables.values():
                 initialization.zeros_(table.weight)
 
+    def resize_token_embeddings(self, *arguments, **options) -> nn.Embedding:
+        """As in transformers, with the tables of value_embeddings."""
+        embedding = super().resize_token_embeddings(*arguments, **options)
+        tables, rows = self.base_model.value_tables, len(embedding.weight)
+        tables.update({n: self._get_resized_embeddings(tables[n], rows) for n in tables})
+        return embedding
+
 
 class Places:
     """Where the new tokens of a batch stand, by an attention mask (batch, past + new) or None. The
@@ -245,6 +252,12 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 f"the input has {new} tokens{before}; allowed: 1 or more, and together at most "
                 f"{longest}, the context or the room of a static cache: give another input, "
                 "call past_key_values.reset() before another text, or use a larger MixingCache"
+            )
+        if past and cache.batch != batch:
+            raise ValueError(
+                f"input_ids has {batch} texts, and the cache {cache.batch}: give as many, call "
+                "past_key_values.reset() before other texts, or batch_repeat_interleave(n) where "
+                "n texts continue each of the cache's"
             )
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
