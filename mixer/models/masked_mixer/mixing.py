@@ -143,8 +143,8 @@ class Keyed(nn.Module):
 
 
 class Turn(nn.Module):
-    """`turn` with a learned gain, of so many numbers or none. It is a module for those who bring
-    the weights of a module from a disk when it is called, such as accelerate.
+    """`turn` with a learned gain of `size` numbers; 0: without. It is a module because accelerate
+    brings weights from a disk when their module is called.
     """
 
     def __init__(self, size: int):
