@@ -189,10 +189,13 @@ def compile_objective(
 
 
 def compiled_parts(objective: Objective) -> list[tuple[nn.Module, str]]:
-    """The methods to compile, as (module, name of the method): each block's, and the loss."""
+    """The methods to compile, as (module, name of the method): each block's, the final norm's, and
+    the loss.
+    """
     is_block = GradientCheckpointingLayer
-    blocks = [(part, "forward") for part in objective.modules() if isinstance(part, is_block)]
-    return [*blocks, (objective, "score")]
+    modules = [part for part in objective.modules() if isinstance(part, is_block)]
+    modules.append(objective.model.base_model.norm)
+    return [*((module, "forward") for module in modules), (objective, "score")]
 
 
 def compiled(function: Callable) -> Callable:

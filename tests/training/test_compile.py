@@ -120,19 +120,19 @@ def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resu
     )
 
 
-def test_the_model_is_compiled_into_four_graphs(write_config, small_run, capsys, monkeypatch):
+def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, monkeypatch):
     """Whatever its layers, steps and last batches; the optimizer's are counted below."""
     monkeypatch.setattr(torch, "compile", with_backend("aot_eager"))
     monkeypatch.setattr(start, "compiled", lambda function: function)
     torch._dynamo.reset()
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
-    config = write_config(model=small_run["model"] | {"num_hidden_layers": 4})
+    config = write_config(model=small_run["model"] | {"num_hidden_layers": 4, "final_norm": True})
     options = ["train.compile=blocks", "train.eval_samples=19", "train.steps=3"]
     train(load_config(str(config), options))
     assert "train.compile: compiled in" in capsys.readouterr().out
-    # a block and the loss, with gradients and without
-    assert counts["unique_graphs"] == 4
+    # a block, the final norm and the loss, with gradients and without
+    assert counts["unique_graphs"] == 6
 
 
 @pytest.mark.parametrize(
