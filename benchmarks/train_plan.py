@@ -18,10 +18,9 @@ from pathlib import Path
 
 from mixer.common.errors import run_command
 from mixer.common.hardware import commit
-from mixer.compare import options_of
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import Study
-from mixer.training.config import read_yaml
+from mixer.training.config import read_override, read_yaml
 
 
 def main() -> None:
@@ -40,9 +39,9 @@ def main() -> None:
     only = [name for name in options.only if "=" not in name]
     plan, seeds = read_yaml(options.plan), [int(n) for n in options.seeds if "=" not in n]
     plan |= {"seeds": seeds} if seeds else {}
-    command = shlex.join(["python", *sys.argv])
+    command, given = shlex.join(["python", *sys.argv]), dict(map(read_override, overrides))
     study = Study(Path(options.output), plan, command, options.commit or commit())
-    sys.exit(study.work(jobs_of(plan, options_of(overrides), only, study.runs)))
+    sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
 
 
 if __name__ == "__main__":

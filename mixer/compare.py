@@ -23,7 +23,7 @@ from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import Study
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
 from mixer.ops.plain import BACKENDS
-from mixer.training.config import flatten, load_config, parse_yaml, read_yaml
+from mixer.training.config import flatten, load_config, read_override, read_yaml
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,18 +38,10 @@ def main(arguments: list[str] | None = None) -> None:
     options, overrides = parser.parse_known_args(arguments)
     overrides += [text for text in options.backends if "=" in text]  # they may follow
     options.backends = [text for text in options.backends if "=" not in text]
-    plan = plan_of(options, options_of(overrides))
+    plan = plan_of(options, dict(map(read_override, overrides)))
     command = shlex.join(["python", "-m", "mixer.compare", *arguments])
     study = Study(Path(options.output) / "report", plan, command, commit())
     sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
-
-
-def options_of(overrides: list[str]) -> dict:
-    """The options that the command line gives, by section.key."""
-    if wrong := [text for text in overrides if "=" not in text]:
-        raise UserError(f"{' '.join(wrong)}: write overrides as section.key=value")
-    given = dict(text.split("=", 1) for text in overrides)
-    return {key: parse_yaml(value) if value else "" for key, value in given.items()}
 
 
 def plan_of(options: argparse.Namespace, given: dict) -> dict:

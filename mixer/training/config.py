@@ -150,20 +150,10 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     run, problems = RunConfig(), []
     entries = [(key, value, path) for key, value in flatten(read_yaml(path) if path else {})]
     for text in overrides:
-        key, equals, value = text.removeprefix("--").partition("=")
-        if not equals:
-            meant = f"did you mean --config {text}?" if text.endswith((".yaml", ".yml")) else ""
-            hint = meant or "write overrides as section.key=value"
-            problems.append(f"{text!r} on the command line: {hint}")
-            continue
-        if value and not (key in OPTIONS and OPTIONS[key].type is str):  # text is taken as it is
-            try:
-                value = parse_yaml(value)
-            except yaml.YAMLError as error:
-                cause = getattr(error, "problem", None) or error  # without a copy of the text
-                problems.append(f"{key}: {value!r} cannot be read as a YAML value: {cause}")
-                continue
-        entries.append((key, value, "command line"))
+        try:
+            entries.append((*read_override(text), "command line"))
+        except UserError as error:
+            problems.append(str(error))
     for key, value, origin in entries:
         if problem := _set(run, key, value):
             problems.append(f"{problem} ({origin})")
@@ -174,6 +164,22 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise UserError(f"{count} in the configuration:\n{listed}")
     return run
+
+
+def read_override(text: str) -> tuple[str, Any]:
+    """The key and the value of `section.key=value`. Raises UserError where there is none."""
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals:
+        meant = f"did you mean --config {text}?" if text.endswith((".yaml", ".yml")) else ""
+        hint = meant or "write overrides as section.key=value"
+        raise UserError(f"{text!r} on the command line: {hint}")
+    if value and not (key in OPTIONS and OPTIONS[key].type is str):  # text is taken as it is
+        try:
+            value = parse_yaml(value)
+        except yaml.YAMLError as error:
+            cause = getattr(error, "problem", None) or error  # without a copy of the text
+            raise UserError(f"{key}: {value!r} cannot be read as a YAML value: {cause}") from None
+    return key, value
 
 
 def override(key: str, value: Any) -> str:
