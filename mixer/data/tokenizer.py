@@ -135,11 +135,7 @@ def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], lis
     Text that spells a special token, such as a literal `<|endoftext|>`, is tokenised as the text it
     is: only the preparation itself puts a separator between documents.
     """
-    return _raw_encoder(tokenizer.backend_tokenizer.to_str())
-
-
-def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
-    backend = Tokenizer.from_str(specification)
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -157,18 +153,18 @@ def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
     return encode
 
 
-def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]:
+def token_encoder(tokenizer: PreTrainedTokenizerFast, dtype: np.dtype) -> Callable[[str], bytes]:
     """A function from a text to the bytes of its token ids, the same ids that `raw_encoder` gives.
 
-    specification: the content of a tokenizer.json. The tokens of the words seen so far are kept: on
-    one core a BPE like GPT-2's is 1.6 (technical prose) to 5 times (few words) as fast for it.
+    The tokens of the words seen so far are kept: on one core a BPE like GPT-2's is 1.6 (technical
+    prose) to 5 times (few words) as fast for it.
     """
-    encode = _raw_encoder(specification)
+    encode = raw_encoder(tokenizer)
 
     def tokens_of(texts: list[str]) -> list[bytes]:
         return [np.array(ids, dtype).tobytes() for ids in encode(texts)]
 
-    if not _cuts_words_as_gpt2(json.loads(specification)):
+    if not _cuts_words_as_gpt2(json.loads(tokenizer.backend_tokenizer.to_str())):
         return lambda text: tokens_of([text])[0]
     kept: dict[str, bytes] = {}
     size = 0
