@@ -12,7 +12,6 @@ import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -110,15 +109,16 @@ def start_python(
 
 
 def run_python(
-    *arguments, output: Path, directory: Path = ROOT, patience: float = 120
-) -> subprocess.CompletedProcess:
-    """The same, awaited; what it prints, errors too, is its stdout."""
+    *arguments, output: Path, directory: Path = ROOT, patience: float = 120, status: int = 0
+) -> str:
+    """The same, awaited, which must end with this status; returns what it has printed."""
     process = start_python(*arguments, output=output, directory=directory)
     process.join(patience)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text())
+    ended, printed = process.exitcode, output.read_text()
+    process.kill()
+    process.join()
+    assert ended == status, f"exit code {ended}: {printed[-2000:]}"
+    return printed
 
 
 def free_port() -> int:

@@ -3,7 +3,6 @@ see emulator/hopper.h. A failure's message names the case and what is wrong.
 """
 
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,12 +65,11 @@ def built(tmp_path_factory) -> list[Path]:
 def test_random_cases_of_every_operation_and_plan(built, tmp_path):
     library = sources.link(built, tmp_path)
 
-    def run(plan: str) -> subprocess.CompletedProcess:
-        return run_cases(library, tmp_path / plan, 90, 1, CASES, "any", *PLANS[plan])
+    def run(plan: str) -> None:
+        run_cases(library, tmp_path / plan, 90, 1, CASES, "any", *PLANS[plan])
 
     with ThreadPoolExecutor(JOBS) as jobs:
-        for result in jobs.map(run, PLANS):
-            assert result.returncode == 0, result.stdout[-1000:]
+        list(jobs.map(run, PLANS))
 
 
 @pytest.mark.slow
@@ -87,5 +85,4 @@ def test_mistakes_are_caught(mistake, built, tmp_path):
     product = sources.hopper_unit("hopper_product", changed, tmp_path)
     library = sources.link([product, *built[1:]], tmp_path)
     arguments = (90, MUTANT_SEED, MUTANT_CASES, "forward", *PLANS[plan])
-    result = run_cases(library, tmp_path / "printed", *arguments)
-    assert result.returncode == 1, result.stdout[-500:]
+    run_cases(library, tmp_path / "printed", *arguments, status=1)

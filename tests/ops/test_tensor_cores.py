@@ -28,24 +28,23 @@ MISTAKES = {
 }
 
 
-def run(architecture: str, directory, *mistake):
+def run(architecture: str, directory, *mistake, status: int = 0) -> None:
     """Random shapes, strides, full weights and lags, types of x and gradients, sizes of GPU."""
     library = sources.tensor_library(architecture, directory, *mistake)
     arguments = (CAPABILITIES[architecture], 1, 45, "any", 0, 450)
-    return run_cases(library, directory / "printed", *arguments)
+    run_cases(library, directory / "printed", *arguments, status=status)
 
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", CAPABILITIES)
 def test_kernels_are_right_on_the_cpu(architecture, tmp_path):
-    result = run(architecture, tmp_path)
-    assert result.returncode == 0, result.stdout[-1000:]
+    run(architecture, tmp_path)
 
 
 @needs_nvcc
 @pytest.mark.parametrize("mistake", first_and_slow(MISTAKES), ids=": ".join)
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    assert run(mistake[0], tmp_path, MISTAKES[mistake]).returncode == 1
+    run(mistake[0], tmp_path, MISTAKES[mistake], status=1)
 
 
 @nvrtc.needs_nvrtc
