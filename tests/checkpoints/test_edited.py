@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import change_config, list_files, save_checkpoint
+from checkpoints import change_config, evaluate, list_files, save_checkpoint
 from runs import refusal
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +18,6 @@ from mixer.checkpoints import pretrained
 from mixer.checkpoints.checkpoint import LISTING, OPTIMIZER
 from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer
 from mixer.common.errors import UserError
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.export import export
 from mixer.generate import continuations
 
@@ -27,7 +26,7 @@ CPU = torch.device("cpu")
 
 def uses(checkpoint: Path) -> list[Callable]:
     return [
-        lambda: evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu")),
+        lambda: evaluate(checkpoint),
         lambda: continuations(str(checkpoint), ["def"], 2, 0.0, 0),
         lambda: load_masked_mixer(checkpoint),
         lambda: export(checkpoint, checkpoint.parent / "exported", "mit"),

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import list_files
+from checkpoints import evaluate, list_files
 from launching import ROOT, Launch, run_python
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses, read_timeless
 from safetensors.torch import load_file, save_file
 
 from mixer.checkpoints.checkpoint import find_resume
 from mixer.common.errors import UserError
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
@@ -179,7 +178,7 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
 def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monkeypatch):
     before = shutil.copytree(Path(__file__).parent / "written_before", tmp_path / "before")
     monkeypatch.chdir(before)
-    result = evaluate_checkpoint(EvalOptions("runs/small/step-4", device="cpu"))
+    result = evaluate("runs/small/step-4")
     assert result["nats"] == pytest.approx(7313.401693820953)  # that version's eval.py
     expected = read_losses(before / "runs/small")
     config = before / "runs/small/config.yaml"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONTEXT, change_config, documents, save_checkpoint
+from checkpoints import CONTEXT, change_config, documents, evaluate, save_checkpoint
 from tokenizers import normalizers
 from transformers import (
     BertConfig,
@@ -24,7 +24,7 @@ from transformers import (
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, evaluation_report
+from mixer.evaluation.evaluate import evaluation_report
 from mixer.evaluation.scoring import check_causality
 from mixer.generate import continuations
 
@@ -47,10 +47,6 @@ def root(tmp_path_factory):
         if len(text.split()) > 1:
             (root / f"{number}.txt").write_text(text, encoding="utf-8")
     return root
-
-
-def evaluate(checkpoint, **options):
-    return evaluate_checkpoint(EvalOptions(checkpoint=str(checkpoint), device="cpu", **options))
 
 
 def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(root, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import WORDS, list_files
+from checkpoints import WORDS, evaluate, list_files
 from launching import run_python
 from markdown import rows
 from pictures import assert_png
@@ -23,7 +23,7 @@ from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.eval import main as evaluate_main
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, write_evaluation
+from mixer.evaluation.evaluate import write_evaluation
 from mixer.evaluation.scoring import evaluate_batches, window_batches
 from mixer.evaluation.texts import validation_text
 from mixer.export import export
@@ -109,12 +109,6 @@ def run(tmp_path_factory):
     return root
 
 
-def evaluate(run, **options):
-    return evaluate_checkpoint(
-        EvalOptions(checkpoint=str(run / "demo" / "step-7"), device="cpu", **options)
-    )
-
-
 def counts(run, name):
     return json.loads((run / name / "manifest.json").read_text())["splits"]["validation"]
 
@@ -122,12 +116,13 @@ def counts(run, name):
 def test_the_validation_split_is_scored_whole_with_the_manifests_sizes(run):
     """Packed; document by document; and without the last EOS, which stands for no text."""
     split, rows = counts(run, "data"), counts(run, "rows")
-    whole, part = evaluate(run), evaluate(run, max_tokens=split["tokens"] - 2)
+    checkpoint = run / "demo/step-7"
+    whole, part = evaluate(checkpoint), evaluate(checkpoint, max_tokens=split["tokens"] - 2)
     assert whole["step"] == 7 and whole["stride"] == whole["window"] == 32
     assert whole["tokens_scored"] == split["tokens"] - 1 == part["tokens_scored"] + 1
     for result in (whole, part):
         assert (result["bytes"], result["words"]) == (split["bytes"], split["words"])
-    unpacked = evaluate(run, data=str(run / "rows"))
+    unpacked = evaluate(checkpoint, data=str(run / "rows"))
     assert unpacked["streams"] == rows["documents"]
     assert unpacked["tokens_scored"] == rows["tokens"] - rows["documents"]
 
@@ -135,7 +130,8 @@ def test_the_validation_split_is_scored_whole_with_the_manifests_sizes(run):
 @pytest.mark.parametrize("first_token, extra", [("skip", -1), ("eos", 0)])
 def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extra):
     book = (run / "book.txt").read_text(encoding="utf-8")
-    result = evaluate(run, text=[str(run / "book.txt")], stride=16, first_token=first_token)
+    options = {"text": [str(run / "book.txt")], "stride": 16, "first_token": first_token}
+    result = evaluate(run / "demo/step-7", **options)
     assert result["bytes"] == len(book.encode()) and result["words"] == len(book.split())
     tokens = load_tokenizer(run / "data")(book)["input_ids"]
     assert result["tokens_scored"] == len(tokens) + extra
@@ -152,7 +148,7 @@ def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extr
     [({"backend": "auto"}, 1e-6), ({"dtype": "bf16"}, 1e-3), ({"dtype": "fp16"}, 1e-3)],
 )
 def test_what_is_asked_for_computes_and_gives_nearly_the_same_loss(run, options, tolerance):
-    result, expected = evaluate(run, **options), evaluate(run)
+    result, expected = evaluate(run / "demo/step-7", **options), evaluate(run / "demo/step-7")
     assert result["backend"] == options.get("backend", "dense") and expected["backend"] == "dense"
     assert result["loss"] == pytest.approx(expected["loss"], rel=tolerance)
     assert (result["loss"] != expected["loss"]) == ("dtype" in options)
@@ -188,10 +184,7 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     model.save_pretrained(checkpoint)
     list_files(checkpoint)
     checkpoints = [checkpoint, run / "demo" / "step-7"]
-    found = []
-    for place, window in zip(checkpoints, (96, 32), strict=True):
-        options = EvalOptions(checkpoint=str(place), device="cpu", window=window)
-        found.append(evaluate_checkpoint(options))
+    found = [evaluate(checkpoints[0], window=96), evaluate(checkpoints[1], window=32)]
     write_evaluation(found, tmp_path / "report")
     assert_png(tmp_path / "report" / "loss_by_position.png")
     tokens = validation_text(run / "data", 96, tokenizer).streams
@@ -206,7 +199,7 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     with pytest.raises(UserError, match="-tokens is 80, .* is 32: ask .* --mixing-weight lags"):
         continuations(str(checkpoints[1]), ["tok"], 80, 0.0, 0)
     with pytest.raises(UserError, match="--window is 96, .* is 32: ask .* --mixing-weight lags"):
-        evaluate_checkpoint(EvalOptions(str(checkpoints[1]), device="cpu", window=96))
+        evaluate(checkpoints[1], window=96)
 
 
 def test_an_evaluation_takes_the_place_of_its_own_report_alone(run, tmp_path):
@@ -226,7 +219,7 @@ def test_what_is_no_checkpoint_is_named_with_what_it_lacks(run, tmp_path):
         for name in names - {missing}:
             (tmp_path / name).write_bytes((run / "demo" / "step-7" / name).read_bytes())
         with pytest.raises(UserError, match=f"lacks {missing}"):
-            evaluate_checkpoint(EvalOptions(checkpoint=str(tmp_path)))
+            evaluate(tmp_path)
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
     for name, problem in {
         "demo": "demo is a run, not a checkpoint: give .*/demo/step-7$",
@@ -234,7 +227,7 @@ def test_what_is_no_checkpoint_is_named_with_what_it_lacks(run, tmp_path):
         "dem/step-7": "there is no such directory, nor .*/dem; give RUN/best or RUN/step-N$",
     }.items():
         with pytest.raises(UserError, match=problem):
-            evaluate_checkpoint(EvalOptions(checkpoint=str(run / name)))
+            evaluate(run / name)
 
 
 def change_trainer(run, checkpoint: Path, content: str) -> str:
@@ -249,7 +242,7 @@ def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
     state = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
     checkpoint = change_trainer(run, tmp_path / "step-7", json.dumps(state))
     with pytest.raises(UserError, match="was trained on data/of-a-run, which is not in"):
-        evaluate_checkpoint(EvalOptions(checkpoint, device="cpu"))
+        evaluate(checkpoint)
 
 
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path):
@@ -259,9 +252,7 @@ def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path):
     ):
         checkpoint = change_trainer(run, tmp_path / name, content)
         for use in (
-            lambda path: evaluate_checkpoint(
-                EvalOptions(path, text=[str(run / "book.txt")], device="cpu")
-            ),
+            lambda path: evaluate(path, text=[str(run / "book.txt")]),
             lambda path: export(Path(path), tmp_path / "given", "mit"),
             lambda path: load_trainer(Path(path), {}),
         ):
@@ -276,4 +267,4 @@ def test_data_of_another_tokenizer_is_refused(run, tmp_path):
     source = {"source": "text", "path": str(tmp_path), "directory": str(tmp_path / "data")}
     prepare(DataConfig(**source, vocab_size=290, validation_fraction=0.5), say=lambda line: None)
     with pytest.raises(UserError, match="another tokenizer"):
-        evaluate(run, data=str(tmp_path / "data"))
+        evaluate(run / "demo/step-7", data=str(tmp_path / "data"))

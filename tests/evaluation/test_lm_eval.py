@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 import yaml
-from checkpoints import documents, save_checkpoint
+from checkpoints import documents, evaluate, save_checkpoint
 
 from mixer.checkpoints.pretrained import load_checkpoint
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 
 pytest.importorskip(
     "lm_eval", reason="lm-eval is not installed: pip install -c constraints.txt -e .[eval]"
@@ -65,8 +64,7 @@ def harness_numbers(folder) -> dict[str, dict]:
 def our_numbers(directory, file, texts: list[str]) -> dict:
     """What eval.py finds for rows, which are written first."""
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    conventions = {"first_token": "eos", "last_window": "full", "device": "cpu"}
-    return evaluate_checkpoint(EvalOptions(str(directory), text=[str(file)], **conventions))
+    return evaluate(directory, text=[str(file)], first_token="eos", last_window="full")
 
 
 def test_numbers_are_those_of_lm_evaluation_harness(tmp_path):

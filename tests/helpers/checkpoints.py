@@ -1,4 +1,6 @@
-"""Small checkpoints, of a masked mixer or GPT-2, with a tokenizer trained on a few documents."""
+"""Small checkpoints, of a masked mixer or GPT-2, with a tokenizer trained on a few documents; how
+they are edited, and evaluated.
+"""
 
 import json
 from pathlib import Path
@@ -9,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.checkpoints.checkpoint import LISTING, complete
 from mixer.data.tokenizer import train_tokenizer
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
 
 WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
 CONTEXT = 32
@@ -41,6 +44,11 @@ def save_checkpoint(directory, kind: str) -> None:
         model = MaskedMixerForCausalLM(MaskedMixerConfig(**size))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def evaluate(checkpoint: str | Path, **options) -> dict:
+    """The numbers of eval.py, on the CPU."""
+    return evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu", **options))
 
 
 def list_files(checkpoint: Path) -> None:
