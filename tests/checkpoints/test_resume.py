@@ -25,9 +25,7 @@ KILLS = int(os.environ.get("MIXER_SOAK_KILLS", "2"))
 
 
 @pytest.mark.parametrize(
-    ("settings", "processes"),
-    [((), 1), (RECIPE, 2)],
-    ids=["adamw-1", "recipe-2"],
+    ("settings", "processes"), [((), 1), (RECIPE, 2)], ids=["adamw-1", "recipe-2"]
 )
 def test_a_run_killed_at_random_ends_as_an_undisturbed_one(
     write_config, launch, tmp_path, settings, processes

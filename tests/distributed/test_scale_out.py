@@ -41,8 +41,7 @@ def test_accelerate_reads_each_configuration_file_as_it_is_meant(path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("precision", "architecture", "tied"),
-    [("no", "llama", False), ("bf16", "masked_mixer", True)],
+    ("precision", "architecture", "tied"), [("no", "llama", False), ("bf16", "masked_mixer", True)]
 )
 def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_a_plain_model(
     write_config, small_run, launch, tmp_path, precision, architecture, tied

@@ -167,12 +167,7 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
 @pytest.mark.parametrize(
     "kind, field, value, message",
     [
-        (
-            "masked_mixer",
-            "hidden_size",
-            "wide",
-            "hidden_size = 'wide'; allowed: a whole number",
-        ),
+        ("masked_mixer", "hidden_size", "wide", "hidden_size = 'wide'; allowed: a whole number"),
         ("masked_mixer", "hidden_size", 24, "cannot be read"),  # of another shape than the weights
         ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: a"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),
@@ -245,14 +240,8 @@ def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):
             {"window": CONTEXT + 1},
             f"--window is {CONTEXT + 1}, but the context of .* is {CONTEXT}: ask for fewer",
         ),
-        (
-            {"window": 0, "stride": 0},
-            "window = 0; allowed: .* 1 or more; stride = 0; allowed",
-        ),
-        (
-            {"window": 8, "stride": 9},
-            "window .* is 8, the stride 9: give .* --stride 1..window",
-        ),
+        ({"window": 0, "stride": 0}, "window = 0; allowed: .* 1 or more; stride = 0; allowed"),
+        ({"window": 8, "stride": 9}, "window .* is 8, the stride 9: give .* --stride 1..window"),
         ({"text": []}, "does not say what data it was trained on: give --data DIR, --text FILE"),
         ({"text": ["rows.jsonl"]}, "no text in .*; fields of the first: content.*: --text-field"),
         ({"text": ["short.txt"]}, "short.txt is shorter than 2 tokens: give a longer text"),

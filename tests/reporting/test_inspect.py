@@ -13,13 +13,7 @@ from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError
-from mixer.inspect import (
-    by_lag,
-    effective_context,
-    main,
-    mixing_matrices,
-    plot_by_lag,
-)
+from mixer.inspect import by_lag, effective_context, main, mixing_matrices, plot_by_lag
 
 
 def random_matrix(seed: int, context: int = 20) -> np.ndarray:

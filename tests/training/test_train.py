@@ -42,9 +42,7 @@ def test_a_logged_loss_and_gradient_norm_are_those_of_the_mean_over_the_steps_to
 
 
 @pytest.mark.parametrize(
-    ("settings", "processes"),
-    [((), 2), ((*RECIPE, "optim.lr=4e-3"), 4)],
-    ids=["adamw", "recipe"],
+    ("settings", "processes"), [((), 2), ((*RECIPE, "optim.lr=4e-3"), 4)], ids=["adamw", "recipe"]
 )
 def test_several_processes_have_the_losses_of_one_with_the_same_global_batch(
     write_config, small_run, launch, tmp_path, settings, processes

@@ -200,10 +200,7 @@ def forbid_waiting() -> None:
 
 
 @launches_with(
-    fp16=("fp16", ()),
-    bf16=("bf16", ()),
-    graphs=("bf16", GRAPHS),
-    recipe=("fp16", RECIPE_GRAPHS),
+    fp16=("fp16", ()), bf16=("bf16", ()), graphs=("bf16", GRAPHS), recipe=("fp16", RECIPE_GRAPHS)
 )
 def test_nothing_waits_for_the_gpu_between_logging_steps(
     write_config, launch, processes, engine, precision, changed

@@ -130,10 +130,7 @@ HOPPER = [
         r"mbarrier\.arrive\.expect_tx",
         "emulator::barrier_arrive(shared_address(barrier), 1, bytes);",
     ),
-    ptx(
-        r"\{\\n\.reg \.b32 remote",
-        "emulator::barrier_arrive_at(shared_address(barrier), rank);",
-    ),
+    ptx(r"\{\\n\.reg \.b32 remote", "emulator::barrier_arrive_at(shared_address(barrier), rank);"),
     ptx(r"\{\\n\.reg \.pred done", "emulator::barrier_wait(shared_address(barrier), parity);"),
     ptx(r"prefetch\.tensormap", "emulator::map_of(map);"),
     ptx(r"cp\.async\.bulk\.tensor\.4d\.shared", f"{LOAD}, kForAll, channel, head, token, sample);"),
