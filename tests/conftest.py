@@ -54,13 +54,11 @@ def kernel_cache(tmp_path_factory):
     """A cache of this test run's own, for all of its workers: what a test finds there, this run has
     built.
     """
-    directory = tmp_path_factory.getbasetemp()
-    directory = (
-        directory.parent if "PYTEST_XDIST_WORKER" in os.environ else directory
-    ) / "kernel_cache"
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MIXER_CACHE", str(directory))
-        yield directory / "kernels"
+        patch.setenv("MIXER_CACHE", str(shared / "kernel_cache"))
+        yield shared / "kernel_cache/kernels"
 
 
 @pytest.fixture(scope="session")
@@ -91,9 +89,8 @@ def write_config(small_run, tmp_path):
 
     def write(**changes) -> Path:
         path = tmp_path / "config.yaml"
-        path.write_text(
-            yaml.safe_dump(small_run | {"output_dir": str(tmp_path / "runs")} | changes)
-        )
+        settings = small_run | {"output_dir": str(tmp_path / "runs")} | changes
+        path.write_text(yaml.safe_dump(settings))
         return path
 
     return write

@@ -20,9 +20,8 @@ PAGES = [
     ),
 ]
 USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FIGURE = re.compile(
-    r"^([+-]?[\d,.]*)(\d)(%?|%? \(.*\))$"
-)  # of a table: 1,234, 6.9%, 0.104 (matmul)
+# Of a table: 1,234, 6.9%, 0.104 (matmul).
+FIGURE = re.compile(r"^([+-]?[\d,.]*)(\d)(%?|%? \(.*\))$")
 
 
 def name_of(page: Path) -> str:

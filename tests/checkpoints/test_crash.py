@@ -19,6 +19,7 @@ from mixer.checkpoints import checkpoint
 from mixer.checkpoints.checkpoint import (
     LISTING,
     OPTIMIZER,
+    all_checkpoints,
     damage,
     find_resume,
     link_best,
@@ -29,9 +30,7 @@ from mixer.common.errors import UserError
 
 
 def good_steps(run: Path) -> list[int]:
-    return sorted(
-        step_of(path) for path in run.glob("step-*") if step_of(path) >= 0 and damage(path) is None
-    )
+    return [step_of(path) for path in all_checkpoints(run) if damage(path) is None]
 
 
 def flip_a_bit(checkpoint: Path) -> None:
@@ -75,17 +74,13 @@ def test_a_kill_between_any_two_changes_to_the_disk_leaves_a_good_checkpoint(
     """Each run dies at another of the system calls that a save makes: renames, syncs, links and
     deletions.
     """
-    config = write_config(
-        checkpoint={"save_every": 2},
-        train={"steps": 6, "batch_size": 8, "eval_every": 2, "eval_samples": 8},
-    )
-    launch("--config", config, "name=whole").succeed()
+    changes = ("checkpoint.save_every=2", "train.steps=6", "train.eval_every=2")
+    command = ("--config", write_config(), *changes)
+    launch(*command, "name=whole").succeed()
     run, place, survived = tmp_path / "runs/small", 0, 0
     while place < 300:
         before = good_steps(run)
-        ranks = launch(
-            "--config", config, environment={"DIE_AT": str(place)}, before=die_at_a_change
-        )
+        ranks = launch(*command, environment={"DIE_AT": str(place)}, before=die_at_a_change)
         code = ranks.wait()[0]
         assert code in (0, -signal.SIGKILL), ranks.output
         after = good_steps(run)
@@ -131,10 +126,8 @@ def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(
     good = good_steps(small_disk / "small")
     assert good and "it continues from the last save" in ranks.output
     (small_disk / "filler").unlink()
-    assert (
-        f"resuming {small_disk / 'small'}/step-{good[-1]}"
-        in launch("--config", config, f"output_dir={small_disk}").succeed()
-    )
+    again = launch("--config", config, f"output_dir={small_disk}").succeed()
+    assert f"resuming {small_disk / 'small'}/step-{good[-1]}" in again
     assert read_timeless(small_disk / "small") == read_timeless(tmp_path / "runs/whole")
 
 
@@ -195,11 +188,8 @@ def slow_disk() -> None:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(write_config, launch, tmp_path):
-    config = write_config(
-        train={"steps": 2000, "batch_size": 8, "eval_every": 0, "eval_samples": 8}
-    )
-    options = ["checkpoint.save_every=5", "logging.log_every=1"]
-    ranks = launch("--config", config, *options, before=slow_disk)
+    options = ["train.steps=2000", "train.eval_every=0", "checkpoint.save_every=5"]
+    ranks = launch("--config", write_config(), *options, before=slow_disk)
     ranks.until((tmp_path / "runs/small/step-5").exists)
     lines = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
     assert len(lines) >= 10  # 10, where the next save waits for this one

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import evaluate, list_files
 from launching import ROOT, Launch, run_python
-from runs import FSDP, RECIPE, assert_same, read_lines, read_losses, read_timeless
+from runs import FSDP, RECIPE, assert_same, read_lines, read_losses
 from safetensors.torch import load_file, save_file
 
 from mixer.checkpoints.checkpoint import find_resume
@@ -38,17 +38,14 @@ def test_a_run_killed_at_random_ends_as_an_undisturbed_one(
     config = write_config(train=train_section, checkpoint={"save_every": 5})
     command = ("--config", config, *settings)
     launch(*command, "name=undisturbed", processes=processes).succeed(patience=120 * kills)
-    generator = random.Random(2)
+    generator, killed = random.Random(2), tmp_path / "runs/killed"
     for kill in range(kills):
         ranks = launch(*command, "name=killed", processes=processes)
-        _wait_for_news(
-            ranks, tmp_path / "runs/killed/metrics.jsonl", patience=generator.uniform(0.5, 10)
-        )
+        _wait_for_news(ranks, killed / "metrics.jsonl", patience=generator.uniform(0.5, 10))
         time.sleep(generator.uniform(0, 0.3))
         assert ranks.running(), f"the run ended before kill {kill + 1}: {ranks.output}"
         ranks.kill()
     launch(*command, "name=killed", processes=processes).succeed(patience=120 * kills)
-    killed = tmp_path / "runs/killed"
     assert_same(killed, tmp_path / "runs/undisturbed", steps)
     state = load_file(killed / f"step-{steps}/trainer_state/optimizer-1-of-1.safetensors")
     moments = {name.rpartition("/")[2] for name in state}
@@ -62,11 +59,8 @@ def _wait_for_news(ranks: Launch, metrics: Path, patience: float) -> None:
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and ranks.running():
-        if (
-            metrics.exists()
-            and metrics.stat().st_mtime_ns != before
-            and metrics.read_text().count("\n") > 3
-        ):
+        is_new = metrics.exists() and metrics.stat().st_mtime_ns != before
+        if is_new and metrics.read_text().count("\n") > 3:
             return
         time.sleep(0.02)
 
@@ -109,23 +103,15 @@ def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
     for number, (processes, batch, accumulation, environment) in enumerate(changes):
         options = [f"train.batch_size={batch}", f"train.gradient_accumulation_steps={accumulation}"]
         last = 3 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
-        ranks = launch(
-            "--config",
-            config,
-            "name=many",
-            *options,
-            f"checkpoint.save_every={last}",
-            processes=processes,
-            environment=environment,
-        )
+        options += [f"checkpoint.save_every={last}", "name=many"]
+        how = {"processes": processes, "environment": environment}
+        ranks = launch("--config", config, *options, **how)
         if number < 3:
-            ranks.until((tmp_path / f"runs/many/step-{last}").exists)
-            ranks.kill()
+            ranks.until((tmp_path / f"runs/many/step-{last}").exists).kill()
         else:
             ranks.succeed()
-    assert read_losses(tmp_path / "runs/many") == pytest.approx(
-        read_losses(tmp_path / "runs/one"), rel=1e-5
-    )
+    one, many = (read_losses(tmp_path / "runs" / name) for name in ("one", "many"))
+    assert many == pytest.approx(one, rel=1e-5)
 
 
 def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(
@@ -136,10 +122,8 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(
     ranks = launch("--config", config, "train.steps=100000", "checkpoint.save_every=0")
     ranks.until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text()).kill()
     launch("--config", config).succeed()
-    evaluated = [
-        line["step"] for line in read_timeless(tmp_path / "runs/small") if "validation_loss" in line
-    ]
-    assert evaluated == [0, 12]
+    lines = read_lines(tmp_path / "runs/small")
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 12]
 
 
 def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
@@ -147,12 +131,8 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
 ):
     (finished / "best").unlink()
     (finished / "best").symlink_to("step-8")
-    changes = [
-        f"checkpoint.resume={finished / 'best'}",
-        "name=longer",
-        "train.steps=14",
-        "train.batch_size=4",
-    ]
+    changes = [f"checkpoint.resume={finished / 'best'}", "name=longer"]
+    changes += ["train.steps=14", "train.batch_size=4"]
     with pytest.raises(UserError, match="small is a run, not a checkpoint: give .*step-12"):
         find_resume(tmp_path / "runs/longer", str(finished))
     output = launch("--config", write_config(), *changes, processes=2).succeed()
@@ -166,10 +146,8 @@ def test_a_run_goes_on_from_a_named_checkpoint_with_more_steps(
     # the same command again goes on, it does not begin again
     changes[-2:] = ["train.steps=16"]
     output = launch("--config", write_config(), *changes, "train.batch_size=8").succeed()
-    assert (
-        f"continuing from these, not from {finished / 'best'}" in output
-        and "step 13/16" not in output
-    )
+    assert f"continuing from these, not from {finished / 'best'}" in output
+    assert "step 13/16" not in output
     assert list(read_losses(tmp_path / "runs/longer")) == list(range(9, 17))
 
 

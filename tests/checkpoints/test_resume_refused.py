@@ -100,9 +100,8 @@ def test_the_card_and_the_configuration_of_a_run_say_what_each_step_was_trained_
     config = write_config()
     changes = ["optim.lr=0.01", "train.steps=14", "logging.log_every=2"]
     output = launch("--config", config, *changes, "data.subset=").succeed()
-    assert (
-        "settings from step 13 on: train.steps = 14 (was 12), optim.lr = 0.01 (was 0.002)" in output
-    )
+    changed = "train.steps = 14 (was 12), optim.lr = 0.01 (was 0.002)"
+    assert f"settings from step 13 on: {changed}" in output
     earlier = "Until step 12: train.steps = 12, optim.lr = 0.002"
     assert f"# {earlier}\n" in (finished / "config.yaml").read_text()
     assert load_config(str(finished / "config.yaml"), []).optim.lr == 0.01
@@ -126,9 +125,8 @@ def test_a_rate_that_jumps_where_a_run_is_made_longer_is_said_with_what_avoids_i
     longer = ("--config", config, "train.steps=100", "train.eval_every=0", "checkpoint.keep=9")
     ranks = launch(*longer, "checkpoint.save_every=13")
     ranks.until((tmp_path / "runs/small/step-13").exists).kill()
-    rates = {
-        line["step"]: line["lr"] for line in read_lines(tmp_path / "runs/small") if "lr" in line
-    }
+    lines = read_lines(tmp_path / "runs/small")
+    rates = {line["step"]: line["lr"] for line in lines if "lr" in line}
     last, now = rates[12], rates[13]
     assert f"the learning rate jumps from {last:.3g} to {now:.3g}" in ranks.output
     advice = ranks.output.partition("To continue at the old rate set ")[2].partition(";")[0].split()

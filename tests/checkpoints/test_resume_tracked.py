@@ -35,9 +35,8 @@ def test_a_run_goes_on_without_wandbs_own_process_and_a_resume_is_the_same_run_t
 def test_tensorboard_has_every_line_of_a_resumed_run_once(write_config, launch, tmp_path):
     pytest.importorskip("tensorboardX")
     config = write_config(logging={"log_every": 1, "tracker": "tensorboard"})
-    launch("--config", config, "checkpoint.save_every=5").until(
-        (tmp_path / "runs/small/step-5").exists
-    ).kill()
+    first = launch("--config", config, "checkpoint.save_every=5")
+    first.until((tmp_path / "runs/small/step-5").exists).kill()
     launch("--config", config).succeed()
     run = tmp_path / "runs/small"
     lines = [(line["step"], key, line[key]) for line in read_lines(run) for key in line]

@@ -141,9 +141,8 @@ def at_the_same_time(jobs: list[tuple[Callable, list]], directory: Path) -> list
             run_command(main)
 
     files = [directory / f"printed-{number}" for number in range(len(jobs))]
-    started = [
-        fork.Process(target=work, args=(*job, file)) for job, file in zip(jobs, files, strict=True)
-    ]
+    given = zip(jobs, files, strict=True)
+    started = [fork.Process(target=work, args=(*job, file)) for job, file in given]
     for process in started:
         process.start()
     for process in started:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from markdown import tables
-from models import small_model
+from models import SMALL, small_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
@@ -57,12 +57,7 @@ def test_random_weights_mix_at_random_whatever_the_training_began_with(start):
 @pytest.mark.parametrize("kind", ["mixer", "llama", "gpt2"])
 def test_a_layers_output_is_the_models_own(kind):
     torch.manual_seed(0)
-    size = {
-        "vocab_size": 50,
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "max_position_embeddings": 12,
-    }
+    size = SMALL | {"num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
     model = {
         "mixer": lambda: MaskedMixerForCausalLM(MaskedMixerConfig(**size, num_mixer_heads=2)),
@@ -92,9 +87,8 @@ def test_the_command_finds_a_text_in_all_outputs_and_its_last_token_alone_in_the
     how = "--layers 0 2 --tokens 12 --steps 300"
     run(finished / "step-12", tmp_path / "pages", how)
     rows = json.loads((tmp_path / "pages/representation.json").read_text())["rows"]
-    assert {(row["weights"], row["layer"]) for row in rows} == {
-        (w, n) for w in ("trained", "random") for n in (0, 2)
-    }
+    measured = {(row["weights"], row["layer"]) for row in rows}
+    assert measured == {(w, n) for w in ("trained", "random") for n in (0, 2)}
     for row in rows:
         expected = 0 if row["outputs"] == "all" else 11 / 12
         # a guess among 400 tokens may be right

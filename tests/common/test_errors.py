@@ -59,10 +59,9 @@ WAITS = "import mixer.common.errors as e, time; e.run_command(lambda: time.sleep
 
 def test_ctrl_c_is_one_line_and_status_130_also_while_a_command_imports():
     at_work = [sys.executable, "-u", "-c", WAITS]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job may ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes["preexec_fn"] = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a job may ignore it
+    pipes["preexec_fn"] = heard
     with subprocess.Popen([sys.executable, "-m", "mixer.doctor"], **pipes) as command:
         with subprocess.Popen(at_work, **pipes) as other:
             while "libtorch_cpu" not in str(psutil.Process(command.pid).memory_maps()):

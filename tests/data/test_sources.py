@@ -212,9 +212,8 @@ def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    paths = {"stdlib": f"{tmp_path}/stdlib"} | dict.fromkeys(
-        ("purelib", "platlib"), f"{tmp_path}/purelib"
-    )
+    packages = f"{tmp_path}/purelib"
+    paths = {"stdlib": f"{tmp_path}/stdlib", "purelib": packages, "platlib": packages}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
     everything = documents_of(DataConfig(subset="packages"))
     assert sorted(everything) == ["first a", "system", "third"]
@@ -300,9 +299,7 @@ def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch):
     assert decoded_documents(config.directory, "validation") == texts[:7]
     assert decoded_documents(config.directory, "train") == texts[7:]
     none = dataclasses.replace(config, validation_documents=42, directory=str(tmp_path / "none"))
-    with pytest.raises(
-        UserError, match="validation_documents = 42 leaves no document .*: lower it"
-    ):
+    with pytest.raises(UserError, match="_documents = 42 leaves no document .*: lower it"):
         prepare(none, quiet)
 
 
@@ -351,9 +348,8 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
 
 
 def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):
-    shutil.copytree(
-        Path(__file__).parents[1] / "checkpoints/written_before/data", tmp_path / "data"
-    )
+    written = Path(__file__).parents[1] / "checkpoints/written_before/data"
+    shutil.copytree(written, tmp_path / "data")
     before = Manifest.load(tmp_path / "data")
     config = DataConfig(**before.settings, directory=str(tmp_path / "data"))
     assert prepare(config, lambda line: pytest.fail(line)) == before

@@ -34,10 +34,8 @@ def prepared(tmp_path_factory) -> Path:
 def test_packed_samples_make_every_token_but_the_first_a_target_once(prepared):
     file = TokenFile(prepared, "train", 32)
     inputs, targets = file.batch(np.arange(len(file)))
-    assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == targets.shape == (
-        len(file),
-        32,
-    )
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.shape == targets.shape == (len(file), 32)
     tokens = torch.from_numpy(np.fromfile(prepared / "train.bin", "<u2").astype(np.int64))
     assert torch.equal(inputs.flatten(), tokens[: len(file) * 32])
     assert torch.equal(targets.flatten(), tokens[1 : len(file) * 32 + 1])

@@ -212,9 +212,8 @@ def changing(normalizer) -> Tokenizer:
     ids=["unknown", "newline", "case", "nothing"],
 )
 def test_a_tokenizer_that_loses_text_is_told_and_counted(tmp_path, backend, said):
-    config = config_of(
-        tmp_path, ["a\nCat 日本語", "a cat"], tokenizer=saved(tmp_path / "tok", backend)
-    )
+    texts = ["a\nCat 日本語", "a cat"]
+    config = config_of(tmp_path, texts, tokenizer=saved(tmp_path / "tok", backend))
     first, again = [], []
     for lines in (first, again):
         loses = open_data(config, 1, say=lines.append).manifest.tokenizer_loses
@@ -236,17 +235,12 @@ def test_a_word_that_a_tokenizer_cannot_encode_is_one_line_of_a_worker_too(tmp_p
 
 def test_bytes_of_tokens_of_a_sentencepiece_model_are_those_of_the_text():
     vocabulary = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abc"]
-    model = models.BPE(
-        {token: number for number, token in enumerate(vocabulary)},
-        [],
-        unk_token="<unk>",
-        byte_fallback=True,
-    )
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    model = models.BPE(ids, [], unk_token="<unk>", byte_fallback=True)
     backend = Tokenizer(model)
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     for text in (HARD, " ", "日本"):
         (ids,) = raw_encoder(tokenizer)([text])

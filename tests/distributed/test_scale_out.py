@@ -32,9 +32,8 @@ def test_accelerate_reads_each_configuration_file_as_it_is_meant(path, monkeypat
     hosts, gpus = (int(number) for number in path.stem.split("_")[0].split("x"))
     assert (arguments.num_machines, arguments.num_processes) == (hosts, hosts * gpus)
     if path.stem.endswith("fsdp"):
-        assert {name: environment[name].lower() for name in FSDP} == {
-            name: value.lower() for name, value in FSDP.items()
-        }
+        found = {name: environment[name].lower() for name in FSDP}
+        assert found == {name: value.lower() for name, value in FSDP.items()}
     else:
         assert arguments.multi_gpu and "ACCELERATE_USE_FSDP" not in environment
     assert f"configs/accelerate/{path.name}" in path.read_text().split("compute_environment")[0]
@@ -136,9 +135,8 @@ def test_two_launchers_train_as_two_hosts_do(write_config, launch, tmp_path):
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert "2 processes" in outputs[0] and "step 12/12" in outputs[0]
     assert "step 12/12" not in outputs[1]
-    assert read_losses(tmp_path / "runs/small") == pytest.approx(
-        read_losses(tmp_path / "runs/one"), rel=1e-5
-    )
+    one, two = (read_losses(tmp_path / "runs" / name) for name in ("one", "small"))
+    assert two == pytest.approx(one, rel=1e-5)
     trainer = json.loads((tmp_path / "runs/small/step-12/trainer_state/trainer.json").read_text())
     assert trainer["samples"] == 96
 
@@ -162,10 +160,9 @@ def on_its_own_disk() -> None:
     """
     directory = Path(os.environ["DISKS"]) / os.environ["RANK"]
     (directory / "text").mkdir(parents=True)
+    text = os.environ["TEXT"].format(**os.environ)
     for number in range(20):
-        (directory / f"text/{number}.txt").write_text(
-            f"{os.environ['TEXT'].format(**os.environ)} {number}\n" * 50
-        )
+        (directory / f"text/{number}.txt").write_text(f"{text} {number}\n" * 50)
     os.chdir(directory)
 
 

@@ -13,14 +13,14 @@ import torch
 from launching import start_python
 from runs import read_lines
 
-from mixer.checkpoints.checkpoint import damage, step_of
+from mixer.checkpoints.checkpoint import all_checkpoints, damage, step_of
 from mixer.common.files import run_locked
 
 LONG = {"steps": 1_000_000, "batch_size": 4, "eval_every": 0, "eval_samples": 8}
 
 
 def last_saved(run: Path) -> int:
-    (saved,) = (path for path in run.glob("step-*") if step_of(path) >= 0)
+    (saved,) = all_checkpoints(run)
     assert damage(saved) is None
     return step_of(saved)
 

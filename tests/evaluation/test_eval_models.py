@@ -54,9 +54,8 @@ def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(ro
     rows = evaluate(root / "masked_mixer", text=[str(root / "rows.jsonl")], **fields)
     dataset = evaluate(root / "masked_mixer", hub=str(root / "dataset"), **fields)
     assert rows["streams"] == dataset["streams"] == len(documents())
-    assert rows["nats"] == dataset["nats"] and rows["bytes"] == dataset["bytes"] == sum(
-        len(t.encode()) for t in documents()
-    )
+    assert rows["nats"] == dataset["nats"] and rows["bytes"] == dataset["bytes"]
+    assert rows["bytes"] == sum(len(text.encode()) for text in documents())
     (tmp_path / "folder/deep").mkdir(parents=True)
     content = gzip.compress((root / "rows.jsonl").read_bytes())
     (tmp_path / "folder/deep/rows.jsonl.gz").write_bytes(content)
@@ -76,10 +75,8 @@ def test_other_causal_models_stand_in_the_same_table(root):
     results = [evaluate(root / kind, **options) for kind in ("masked_mixer", "gpt2")]
     assert results[0]["tokens_scored"] == results[1]["tokens_scored"]
     report = " ".join(evaluation_report(results).split())
-    assert (
-        "none (not a masked mixer)" in report and "windows: at most 16 tokens, stride 8" in report
-    )
-    assert "tokenizers differ" not in report
+    assert "none (not a masked mixer)" in report and "tokenizers differ" not in report
+    assert "windows: at most 16 tokens, stride 8" in report
     results[1]["tokenizer_sha256"] = "another"
     assert "tokenizers differ" in evaluation_report(results)
     for result in results:

@@ -90,9 +90,8 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     generator = np.random.default_rng(0)
     documents = [" ".join(generator.choice(WORDS, 40)) + "." for _ in range(60)]
-    (root / "corpus.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    )
+    lines = (json.dumps({"text": text}) + "\n" for text in documents)
+    (root / "corpus.jsonl").write_text("".join(lines))
     how = {"source": "jsonl", "path": str(root / "corpus.jsonl"), "vocab_size": 300}
     for name, packed in (("data", True), ("rows", False)):
         how |= {"directory": str(root / name), "packed": packed}
@@ -138,9 +137,8 @@ def test_numbers_of_a_text_are_consistent_with_each_other(run, first_token, extr
     per_byte = math.log2(result["token_perplexity"]) * result["tokens_scored"] / result["bytes"]
     assert result["bits_per_byte"] == pytest.approx(per_byte, rel=1e-12)
     assert math.log2(result["byte_perplexity"]) == pytest.approx(per_byte, rel=1e-12)
-    assert math.log(result["word_perplexity"]) * result["words"] == pytest.approx(
-        result["nats"], rel=1e-12
-    )
+    nats = math.log(result["word_perplexity"]) * result["words"]
+    assert nats == pytest.approx(result["nats"], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,11 @@ def scaled_in_fp32(init_scale: float = 2.0**127) -> None:
         return accelerator
 
     real_nats = passes.token_nats
-    loop.build_accelerator, passes.token_nats = (
-        build,
-        lambda *arguments: 256 * real_nats(*arguments),
-    )
+    loop.build_accelerator = build
+    passes.token_nats = lambda *arguments: 256 * real_nats(*arguments)
 
 
-def plant(what: str, step: int, bad: float, set_attribute=setattr) -> None:
+def plant(what: str, step: int, bad: float) -> None:
     """Step `step` will leave `bad` in one place of a "weight" or "moment", take it from one place
     of a "gradient" that the guard has seen before, or have it as "loss".
     """
@@ -57,5 +55,4 @@ def plant(what: str, step: int, bad: float, set_attribute=setattr) -> None:
         is_bad = what == "loss" and torch.is_grad_enabled() and done == step - 1
         return real_nats(logits, targets) * (bad if is_bad else 1.0)
 
-    set_attribute(passes, "token_nats", planted_nats)
-    set_attribute(ChainedOptimizer, "step", planted_step)
+    passes.token_nats, ChainedOptimizer.step = planted_nats, planted_step

@@ -20,26 +20,19 @@ CONTEXT = 32
 def documents() -> list[str]:
     """Far longer than the context, about as long, shorter, and of one word."""
     generator = torch.Generator().manual_seed(3)
-    picked = [
-        torch.randint(len(WORDS), (size,), generator=generator).tolist()
-        for size in (150, 9, 31, 4, 1, 64)
-    ]
+    sizes = (150, 9, 31, 4, 1, 64)
+    picked = [torch.randint(len(WORDS), (size,), generator=generator) for size in sizes]
     return [" ".join(WORDS[word] for word in words) for words in picked]
 
 
 def save_checkpoint(directory, kind: str) -> None:
     tokenizer = train_tokenizer(documents() * 20, 300)
     torch.manual_seed(0)
-    size = {
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": CONTEXT,
-        "num_hidden_layers": 2,
-        "hidden_size": 16,
-    }
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+    size |= {"num_hidden_layers": 2, "hidden_size": 16}
     if kind == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(**size, num_attention_heads=2, eos_token_id=0, bos_token_id=0)
-        )
+        about = {"num_attention_heads": 2, "eos_token_id": 0, "bos_token_id": 0}
+        model = GPT2LMHeadModel(GPT2Config(**size, **about))
     else:
         model = MaskedMixerForCausalLM(MaskedMixerConfig(**size))
     model.save_pretrained(directory)

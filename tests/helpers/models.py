@@ -107,18 +107,13 @@ def lively_model(**variant):
 
 
 def prompts() -> list[torch.Tensor]:
-    return [
-        row[:length] + 1 - (row[:length] == 49).long()
-        for row, length in zip(tokens(batch=4), LENGTHS, strict=True)
-    ]
+    texts = [row[:length] for row, length in zip(tokens(batch=4), LENGTHS, strict=True)]
+    return [text + 1 - (text == 49).long() for text in texts]
 
 
 def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(input_ids, attention_mask), both (4, 6)."""
-    ids, mask = (
-        torch.zeros(4, max(LENGTHS), dtype=torch.int64),
-        torch.zeros(4, max(LENGTHS), dtype=torch.int64),
-    )
+    ids, mask = torch.zeros(2, 4, max(LENGTHS), dtype=torch.int64)
     for row, prompt in enumerate(prompts()):
         place = slice(len(prompt)) if side == "right" else slice(-len(prompt), None)
         ids[row, place], mask[row, place] = prompt, 1

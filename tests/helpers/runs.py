@@ -25,14 +25,8 @@ RECIPE = (
     *("optim.name=muon", "model.mixing_weight=lags"),
     *("model.mixing_init=shift", "model.num_mixer_heads=2"),
 )
-TIMES = {
-    "seconds",
-    "tokens_per_second",
-    "useful_tflops",
-    "peak_share",
-    "data_wait_share",
-    "peak_memory_gb",
-}
+TIMES = {"seconds", "tokens_per_second", "useful_tflops", "peak_share"}
+TIMES |= {"data_wait_share", "peak_memory_gb"}
 
 
 def read_lines(run_directory: Path) -> list[dict]:
@@ -43,10 +37,8 @@ def read_timeless(run_directory: Path) -> list[dict]:
     """What metrics.jsonl says of each step, without the times: the same for every exact repetition
     of a run.
     """
-    return [
-        {key: value for key, value in line.items() if key not in TIMES}
-        for line in read_lines(run_directory)
-    ]
+    lines = read_lines(run_directory)
+    return [{key: line[key] for key in line if key not in TIMES} for line in lines]
 
 
 def read_losses(run_directory: Path) -> dict[int, float]:
@@ -55,11 +47,8 @@ def read_losses(run_directory: Path) -> dict[int, float]:
 
 def state_files(checkpoint: Path) -> dict[str, bytes]:
     """All that training goes on from, byte for byte."""
-    return {
-        str(file.relative_to(checkpoint)): file.read_bytes()
-        for file in checkpoint.rglob("*")
-        if file.is_file()
-    }
+    files = (file for file in checkpoint.rglob("*") if file.is_file())
+    return {str(file.relative_to(checkpoint)): file.read_bytes() for file in files}
 
 
 def assert_same(run: Path, reference: Path, step: int) -> None:

@@ -32,14 +32,10 @@ COMPRESSIONS = {
 
 
 def made_texts(count: int, seed: int = 0) -> list[str]:
-    generator = random.Random(seed)
-    words = [
-        "".join(generator.choices("abcdefghij é", k=generator.randint(2, 8))) for _ in range(500)
-    ]
-    return [
-        f"document {n}: " + " ".join(generator.choices(words, k=generator.randint(20, 200)))
-        for n in range(count)
-    ]
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefghij é", k=draw.randint(2, 8))) for _ in range(500)]
+    texts = (" ".join(draw.choices(words, k=draw.randint(20, 200))) for _ in range(count))
+    return [f"document {number}: {text}" for number, text in enumerate(texts)]
 
 
 def corpus(folder: Path, texts: list[str]) -> Path:
@@ -50,12 +46,8 @@ def corpus(folder: Path, texts: list[str]) -> Path:
 
 
 def config_of(tmp_path: Path, texts: list[str] | None = None, **changes) -> DataConfig:
-    settings = {
-        "source": "text",
-        "vocab_size": 300,
-        "validation_fraction": 0.1,
-        "directory": str(tmp_path / "prepared"),
-    }
+    settings = {"source": "text", "vocab_size": 300, "validation_fraction": 0.1}
+    settings |= {"directory": str(tmp_path / "prepared")}
     if texts is not None:
         settings["path"] = str(corpus(tmp_path / "texts", texts))
     return DataConfig(**(settings | changes))
@@ -71,11 +63,8 @@ def decoded_documents(directory, split: str) -> list[str]:
     tokens = np.fromfile(Path(directory) / f"{split}.bin", manifest.dtype)
     ends = np.flatnonzero(tokens == manifest.eos_token_id)
     assert ends[-1] == len(tokens) - 1
-    starts = [0, *(ends[:-1] + 1)]
-    return [
-        tokenizer.decode(tokens[start:end].tolist())
-        for start, end in zip(starts, ends, strict=True)
-    ]
+    spans = zip([0, *(ends[:-1] + 1)], ends, strict=True)
+    return [tokenizer.decode(tokens[start:end].tolist()) for start, end in spans]
 
 
 def documents_of(config: DataConfig) -> list[str]:

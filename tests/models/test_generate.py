@@ -224,9 +224,8 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
     ids = tokenizer("def", return_tensors="pt").input_ids
     greedy = f"def{tokenizer.decode(generate(model, ids, new=4)[0], skip_special_tokens=True)}"
     # Which the command does without:
-    model.generation_config.update(
-        return_dict_in_generate=True, num_return_sequences=2, num_beams=2
-    )
+    asked = {"return_dict_in_generate": True, "num_return_sequences": 2, "num_beams": 2}
+    model.generation_config.update(**asked)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 

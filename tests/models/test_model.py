@@ -222,9 +222,8 @@ def test_training_needs_no_datasets_wandb_or_matplotlib_and_its_idle_threads_sle
     code += "print([m for m in ('datasets', 'wandb', 'matplotlib') if m in sys.modules])"
     environment = {name: os.environ[name] for name in os.environ if name != "OMP_WAIT_POLICY"}
     environment["OMP_DISPLAY_ENV"] = "verbose"  # OpenMP says on stderr what it has read
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
+    how = {"capture_output": True, "text": True, "check": True, "env": environment}
+    done = subprocess.run([sys.executable, "-c", code], **how)
     assert done.stdout.strip() == "[]"
     assert "GOMP_SPINCOUNT = '0'" in done.stderr  # unset it spins, but says 'PASSIVE', too
 

@@ -54,10 +54,7 @@ def write_metrics(directory, shift=0.0, seconds=0.5, token_bytes=4.0):
 
 def curves(axes) -> dict[str, tuple[list, list]]:
     """The lines of a plot: label -> (x, y)."""
-    return {
-        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
-        for line in axes.get_lines()
-    }
+    return {str(line.get_label()): tuple(map(list, line.get_data())) for line in axes.get_lines()}
 
 
 def test_a_runs_picture_has_its_losses(tmp_path, drawn):

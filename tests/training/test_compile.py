@@ -29,20 +29,14 @@ from mixer.training.passes import (
     token_nats,
 )
 
-needs_tag = pytest.mark.skipif(
-    not hasattr(torch.compiler.config, "cache_key_tag"), reason="needs torch 2.7"
-)
+HAS_TAG = hasattr(torch.compiler.config, "cache_key_tag")
+needs_tag = pytest.mark.skipif(not HAS_TAG, reason="needs torch 2.7")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # Eight samples a step on two processes, in micro-batches; an evaluation whose last batches are
 # smaller, or empty on a process.
-TRAIN = {
-    "steps": 12,
-    "batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "eval_every": 5,
-    "eval_samples": 9,
-}
+TRAIN = {"steps": 12, "batch_size": 2, "gradient_accumulation_steps": 2}
+TRAIN |= {"eval_every": 5, "eval_samples": 9}
 
 
 def compile_quickly(set_option=setattr) -> None:
@@ -114,10 +108,8 @@ def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resu
         for run in (whole, eager)
     ]
     assert len(validation[0]) == 4 and validation[0] == pytest.approx(validation[1], rel=1e-5)
-    assert (
-        load_file(whole / "step-12/model.safetensors").keys()
-        == load_file(eager / "step-12/model.safetensors").keys()
-    )
+    found, wanted = (load_file(run / "step-12/model.safetensors") for run in (whole, eager))
+    assert found.keys() == wanted.keys()
 
 
 def test_the_model_is_compiled_into_six_graphs(write_config, small_run, capsys, monkeypatch):
@@ -146,10 +138,8 @@ def test_the_optimizers_are_compiled_once_and_train_as_they_do_without(backend, 
     counts.clear()
     config = OptimConfig(name="muon", weight_decay=0.1)
     models = [small_model(num_mixer_heads=2).train() for _ in range(2)]
-    optimizers = [
-        build_optimizer(models[0], config),
-        build_optimizer(models[1], config, compile=compiled),
-    ]
+    optimizers = [build_optimizer(models[0], config)]
+    optimizers += [build_optimizer(models[1], config, compile=compiled)]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             set_learning_rate(optimizer, 0.02 / (step + 1))
@@ -196,13 +186,9 @@ def blocks_that_fail_backward() -> None:
 def test_where_compiling_fails_the_run_says_why_and_goes_on_without(
     write_config, launch, finished, tmp_path, before
 ):
-    options = {
-        "environment": {"PATH": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
-        "before": before,
-    }
-    output = launch(
-        "--config", write_config(), "name=fallen", "train.compile=blocks", **options
-    ).succeed()
+    command = ("--config", write_config(), "name=fallen", "train.compile=blocks")
+    environment = {"PATH": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    output = launch(*command, environment=environment, before=before).succeed()
     assert output.count("torch.compile has failed, the run continues without it: ") == 1
     assert "needs a C++ compiler on a CPU" in output
     assert read_losses(tmp_path / "runs/fallen") == read_losses(finished)
@@ -234,13 +220,10 @@ def test_a_compiled_block_keeps_for_backward_what_is_listed(what, gelu, monkeypa
     model = small_model(num_hidden_layers=1, hidden_size=64).train()
     set_recompute(model, what)
     objective = Objective(model)
+    # the compiler's own choice of what is kept
+    how = {"backend": "aot_eager_decomp_partition", "fullgraph": True, "dynamic": False}
     for module, name in compiled_parts(objective):
-        backend = "aot_eager_decomp_partition"  # the compiler's own choice of what is kept
-        setattr(
-            module,
-            name,
-            torch.compile(getattr(module, name), fullgraph=True, dynamic=False, backend=backend),
-        )
+        setattr(module, name, torch.compile(getattr(module, name), **how))
     x = torch.randn(8, 12, 64, dtype=torch.bfloat16, requires_grad=True)
     kept = {}
 

@@ -57,11 +57,8 @@ def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
     options = options_for(processes, engine)
     config = write_config(**SECTIONS)
     launch("--config", config, "name=one", "train.tf32=false", environment=ON_GPU).succeed()
-    changes = [
-        f"train.batch_size={8 // processes}",
-        f"train.mixed_precision={precision}",
-        "train.tf32=false",
-    ]
+    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}"]
+    changes += ["train.tf32=false"]
     launch("--config", config, "name=many", *changes, **options).succeed()
     lines = [line for line in read_lines(tmp_path / "runs/many") if "loss" in line]
     skipped = {line["step"]: line["skipped_steps"] for line in lines}
@@ -92,10 +89,8 @@ def test_a_killed_run_resumes_exactly(
 
     def begin(*arguments):
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"compiled-{next(own_cache)}")}
-        environment = options["environment"] | cache
-        return launch(
-            "--config", config, *arguments, *changes, **(options | {"environment": environment})
-        )
+        how = options | {"environment": options["environment"] | cache}
+        return launch("--config", config, *arguments, *changes, **how)
 
     begin("name=whole").succeed(patience=200)
     # Compiling takes most of a minute.
@@ -176,10 +171,8 @@ def test_fp16_overflows_are_skipped_counted_and_end_the_run_where_they_do_not_en
     for line in lines:  # a skipped step halves the scale
         assert (line["loss_scale"] == before / 2) == (line["skipped_steps"] == counted + 1)
         before, counted = line["loss_scale"], line["skipped_steps"]
-    environment = ON_GPU | {"LOSS_FACTOR": str(math.inf)}
-    ranks = launch(
-        "--config", config, "name=never", *changes, environment=environment, before=overflowing
-    )
+    how = {"environment": ON_GPU | {"LOSS_FACTOR": str(math.inf)}, "before": overflowing}
+    ranks = launch("--config", config, "name=never", *changes, **how)
     assert ranks.wait() == [2]
     assert "10 steps in a row were skipped, up to step 10" in ranks.output
 
@@ -207,12 +200,9 @@ def test_nothing_waits_for_the_gpu_between_logging_steps(
 ):
     options = options_for(processes, engine)
     config = write_config(**SECTIONS, logging={"log_every": 4}, checkpoint={"save_every": 12})
-    changes = [
-        f"train.mixed_precision={precision}",
-        "train.eval_every=12",
-        f"train.batch_size={8 // processes}",
-    ]
-    ranks = launch("--config", config, *changes, *changed, before=forbid_waiting, **options)
+    changes = [f"train.mixed_precision={precision}", f"train.batch_size={8 // processes}", *changed]
+    changes += ["train.eval_every=12"]
+    ranks = launch("--config", config, *changes, before=forbid_waiting, **options)
     ranks.succeed(patience=200)
 
 
