@@ -12,10 +12,10 @@ from mixer.common.errors import Say, UserError, say_on_stderr
 WIDTH = 100
 
 
-def read_metrics(path: str | Path, say: Say = say_on_stderr) -> list[dict]:
+def read_metrics(path: str | Path) -> list[dict]:
     """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`."""
     path = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
-    lines = [line for _, line in readable_lines(path, say)] if path.is_file() else []
+    lines = [line for _, line in readable_lines(path, say_on_stderr)] if path.is_file() else []
     if not lines:
         problem = "has no line that can be read" if path.exists() else "does not exist"
         raise UserError(f"{path} {problem}: give a run that has logged a step")

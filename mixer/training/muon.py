@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
         lr, weight_decay, momentum: see above.
         rows: of each of the matrices that a parameter holds, for those that hold several.
         group: the processes that share the work; None for this one alone.
-        compile: what makes the elementwise parts faster, such as torch.compile.
+        compile: what makes the elementwise parts faster, such as torch.compile, if anything does.
     """
 
     _step_supports_amp_scaling = True
@@ -55,11 +55,12 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         rows: Mapping[nn.Parameter, Sequence[int]] | None = None,
         group: dist.ProcessGroup | None = None,
-        compile: Callable[[Callable], Callable] = lambda function: function,
+        compile: Callable[[Callable], Callable] | None = None,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.rows, self.group = rows or {}, group
-        self.directions, self.apply = compile(directions), compile(apply)
+        parts = (directions, apply)
+        self.directions, self.apply = map(compile, parts) if compile else parts
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:

@@ -185,8 +185,7 @@ def muon(
     if kinds.matrices:
         group = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
         settings = (config.lr, config.weight_decay, config.momentum)
-        options = {"compile": compile} if compile else {}
-        parts.append(Muon([group], *settings, kinds.rows, processes, **options))
+        parts.append(Muon([group], *settings, kinds.rows, processes, compile))
     return parts
 
 

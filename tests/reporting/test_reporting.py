@@ -209,13 +209,12 @@ DAMAGED = [
 ]
 
 
-def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path):
+def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path, capsys):
     good = [b'{"step": 1, "loss": 2.0}', b'{"step": 3, "loss": null}']
     lines = [good[0], *DAMAGED, b"", good[1], b'{"step": 4']  # the last one is being written
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    said = []
-    assert read_metrics(tmp_path, said.append) == [*map(json.loads, good)]
-    (said,) = said
+    assert read_metrics(tmp_path) == [*map(json.loads, good)]
+    (said,) = capsys.readouterr().err.splitlines()
     assert f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} line(s), no JSON object" in said
 
 
