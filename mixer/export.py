@@ -9,19 +9,18 @@ package, and a model card with the run's settings and last losses, but no optimi
 
 from pathlib import Path
 
-import torch
 from huggingface_hub import ModelCardData
 
 from mixer.checkpoints.checkpoint import earlier_settings, read_trainer
 from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled, write_new
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import check_new
+from mixer.common.hardware import TYPES
 from mixer.data.tokenizer import read_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.text import read_metrics
 from mixer.training.config import as_yaml
 
-WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Settings that may be paths of the training machine, and are left out.
 MAY_BE_PATHS = {"data.path", "data.validation_path", "data.tokenizer", "train.init_from"}
 METRICS = {  # the last values of metrics.jsonl, by what the card calls them, and their format
@@ -64,7 +63,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     check_new(output)
     model, tokenizer = load_masked_mixer(checkpoint), read_tokenizer(str(checkpoint))
     model.config.mixing_backend = "auto"
-    model.to(WEIGHT_TYPES[dtype])
+    model.to(TYPES[dtype])
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     card = model_card(model, checkpoint, output.resolve().name, license)
     write_new(output, model, tokenizer, checkpoint, card)
@@ -127,7 +126,7 @@ def main() -> None:
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
     add("--output", type=Path, required=True, metavar="DIR", help="new; also the model's name")
     add("--license", required=True, metavar="NAME", help="the model's license, for the card")
-    add("--dtype", choices=WEIGHT_TYPES, default="fp32", help="type of the weights; default: fp32")
+    add("--dtype", choices=TYPES, default="fp32", help="type of the weights; default: fp32")
     options = parser.parse_args()
     export(options.checkpoint, options.output, options.license, options.dtype)
 

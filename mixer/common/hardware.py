@@ -15,7 +15,8 @@ from torch.utils import collect_env
 
 from mixer.common.errors import UserError
 
-TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by --dtype
+PRECISIONS = TYPES | {"no": torch.float32}  # by train.mixed_precision
 # Dense tensor-core peaks of 16-bit types in TFLOP/s, from the vendors' data sheets, by part of the
 # device's name. The first part that fits counts, so a longer name is before the one it holds.
 PEAK_TFLOPS = {
@@ -64,7 +65,7 @@ def memory_limit(device: torch.device) -> int:
 def product_flops(device: torch.device, precision: str) -> float:
     """The FLOP/s of a matrix product here: measured, as no other work of a model is faster."""
     size, times = 4096 if device.type == "cuda" else 512, []
-    matrix = torch.ones(size, size, device=device, dtype=TYPES[precision])
+    matrix = torch.ones(size, size, device=device, dtype=PRECISIONS[precision])
     # Others may use the processor, too. The first starts up; in bf16 a CPU may take half a second.
     while len(times) < 2 or len(times) < 20 and sum(times[1:]) < 0.1:
         began = time.perf_counter()

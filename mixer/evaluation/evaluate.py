@@ -14,7 +14,7 @@ from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
 from mixer.common.files import check_writable, directory_for, whole_directory
-from mixer.common.hardware import memory_for, peak_memory_gb
+from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
 from mixer.data.samples import PairFile
@@ -123,11 +123,11 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
     lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
-    dtype, device = scoring.AUTOCAST_TYPES[options.dtype], place[0]
-    with memory_for(device, f"evaluating {options.checkpoint}", sizes, lower):
-        how = {"dtype": dtype, "enabled": dtype is not None}
+    is_half = options.dtype != "fp32"
+    how = {"dtype": TYPES[options.dtype] if is_half else None, "enabled": is_half}
+    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, lower):
         # Each weight is used once in a forward pass: copies of all would only take memory.
-        with torch.autocast(device.type, cache_enabled=False, **how):
+        with torch.autocast(place[0].type, cache_enabled=False, **how):
             return _evaluate(options, place)
 
 

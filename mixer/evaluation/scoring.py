@@ -26,8 +26,6 @@ from mixer.data.samples import Batch, PairFile
 from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 
 DEVICES = ("auto", "cpu", "cuda")
-# The names of --dtype; None is fp32, without autocast.
-AUTOCAST_TYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Of a causal model's logits, as a share of the largest one: matmuls may sum in another order.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 Place = tuple[torch.device, int, int]  # this process's device, its number, and how many there are

@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
+from mixer.common.hardware import TYPES
 from mixer.common.options import option
 from mixer.data.config import TASKS, DataConfig
 from mixer.data.samples import TokenFile
 from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
-from mixer.evaluation.scoring import AUTOCAST_TYPES, DEVICES
+from mixer.evaluation.scoring import DEVICES
 from mixer.ops import BACKENDS
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
@@ -50,7 +51,7 @@ class EvalOptions:
     first_token: str = option("skip", "skip it; eos: score it after an EOS", choices=FIRST_TOKEN)
     last_window: str = option("short", "short; full: it starts earlier", choices=LAST_WINDOW)
     device: str = option("auto", "where to compute", choices=DEVICES)
-    dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=AUTOCAST_TYPES)
+    dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=TYPES)
     backend: str = option("", "default: the checkpoint's", choices=("", *BACKENDS))
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, first_line
-from mixer.common.hardware import TYPES
+from mixer.common.hardware import PRECISIONS
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.convolution import KeyedConv, RecurrentConv, TriangularConv
 from mixer.ops.triangular import difference
@@ -107,7 +107,7 @@ def training_step(
     sizes = run.train.batch_size, run.model.max_position_embeddings
 
     def draw(channels: int) -> Tensor:
-        about = {"dtype": TYPES[run.train.mixed_precision], "generator": generator}
+        about = {"dtype": PRECISIONS[run.train.mixed_precision], "generator": generator}
         return torch.randn(*sizes, channels, device=world.device, **about)
 
     keys = [layer.heads * layer.key_size] * 2 if isinstance(layer, KeyedConv) else []
