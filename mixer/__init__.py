@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, end_at_interrupt
 
-# Of a command these imports take most of the time before it begins.
+# Ctrl-C is one line also while a command imports what follows, which takes seconds.
 if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == Path(__file__).parents[1]:
     sys.excepthook = end_at_interrupt
 # Threads that wait for work sleep, rather than spin on a core that another process could use: where

@@ -83,7 +83,7 @@ class Trainer:
         sizes = train.gradient_accumulation_steps, train.batch_size
         place, position = (world.rank, world.size), self.counters.samples
         self.batches = Batches(data.training, order, sizes, place, position, pin)
-        # Of all processes; as many are targets, where rows are not padded, or part of a pair.
+        # Of all processes: as many targets, but in padded rows; of pairs, the tokens of both texts.
         self.step_tokens = self.batches.step_samples * run.sample_tokens
         keep, keep_every, tokenizer = checkpoint.keep, checkpoint.keep_every, data.tokenizer
         self.writer = CheckpointWriter(
@@ -93,7 +93,7 @@ class Trainer:
         self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
         self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
-        # Of this process since the last line of metrics, those before a resume on the main process.
+        # Since the last line of metrics, of this process; the main one has those before a resume.
         # In float64 the sum is exact, so that its parts may be added in any order.
         self.nats = torch.zeros((), dtype=torch.float64, device=self.device)
         if world.is_main:

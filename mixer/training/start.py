@@ -163,18 +163,36 @@ LESS_MEMORY = (
     "factor (the losses stay the same); or set train.recompute=block or "
     "train.mixed_precision=bf16; or choose a smaller model. Then run the same command again"
 )
-
-
 SHORT = 512  # tokens
 
 
 def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
-    """The memory of a training step in one process, in units of 2^30 bytes. It is counted in a pass
-    over a model of tensors without numbers, which take no memory.
+    """The memory of a training step in one process, in units of 2^30 bytes.
 
     Raises UserError where a CPU does not have it: the system would kill the run without a word.
     """
-    kept: dict[int, torch.UntypedStorage] = {}  # for the backward pass
+    on_gpu = world.device.type == "cuda"
+    weights, kept = weights_and_kept(run, data, on_gpu)
+    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on several
+    # GPUs also the mean of their gradients (see Passes).
+    has_means = on_gpu and world.size > 1 and not world.is_sharded
+    state = (20 if has_means else 16) * weights
+    needed = kept + state / (world.size if world.is_sharded else 1)
+    if not on_gpu:
+        needed += psutil.Process().memory_info().rss
+        if needed > (limit := memory_limit(world.device)):
+            raise UserError(
+                f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, but "
+                f"the limit is {limit / 2**30:.1f}. {LESS_MEMORY}"
+            )
+    return needed / 2**30
+
+
+def weights_and_kept(run: RunConfig, data: Manifest, on_gpu: bool) -> tuple[int, int]:
+    """The number of weights, and the bytes that a step keeps for its backward pass: counted in a
+    forward pass of tensors without numbers, which take no memory.
+    """
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
@@ -183,8 +201,8 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     # No kernels of ours: those are for tensors with numbers.
     plain = replace(run.model, mixing_backend="auto")
     config = model_config(plain, data.vocab_size, data.eos_token_id)
-    on_gpu, context = world.device.type == "cuda", run.model.max_position_embeddings
     # Kernels keep nothing for each pair of tokens; of short texts plain PyTorch keeps little.
+    context = run.model.max_position_embeddings
     length = min(context, SHORT) if on_gpu else context
     shape = (run.train.batch_size * -(-context // length), length)
     with (
@@ -198,20 +216,8 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     weights = list(model.parameters())
     for weight in weights:
         kept.pop(weight.untyped_storage()._cdata, None)
-    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on several
-    # GPUs also the mean of their gradients (see Passes).
-    has_means = on_gpu and world.size > 1 and not world.is_sharded
-    state = (20 if has_means else 16) * sum(weight.numel() for weight in weights)
-    needed = state / (world.size if world.is_sharded else 1)
-    needed += sum(storage.nbytes() for storage in kept.values())
-    if not on_gpu:
-        needed += psutil.Process().memory_info().rss
-        if needed > (limit := memory_limit(world.device)):
-            raise UserError(
-                f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, but "
-                f"the limit is {limit / 2**30:.1f}. {LESS_MEMORY}"
-            )
-    return needed / 2**30
+    bytes_kept = sum(storage.nbytes() for storage in kept.values())
+    return sum(weight.numel() for weight in weights), bytes_kept
 
 
 def banner(run: RunConfig, state: State, samples: int, memory: float, world: World) -> str:
