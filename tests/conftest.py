@@ -32,13 +32,6 @@ ON_ONE_WORKER = [
 LONGEST_FIRST = ("test_resume", "test_build", "test_wheel", "test_hopper_protocol", "test_train")
 
 
-def pytest_configure(config):
-    config.addinivalue_line(
-        "markers",
-        "xdist_group(name): tests that pytest-xdist gives to one worker, where it is used",
-    )
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:

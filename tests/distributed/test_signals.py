@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -36,11 +37,6 @@ def started(launch, config, tmp_path, processes: int, *options, before=None):
     return ranks.until(lambda: (run / "metrics.jsonl").exists() and has_done(run, 5))
 
 
-def hears_hangups() -> None:
-    """Also where these tests run under nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 EACH = [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGUSR1, 2), (signal.SIGHUP, 1)]
 
 
@@ -48,8 +44,8 @@ EACH = [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGUSR1, 2), (signal.SI
 def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(
     write_config, launch, tmp_path, number, processes
 ):
-    config = write_config(train=LONG)
-    ranks = started(launch, config, tmp_path, processes, before=hears_hangups)
+    heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # these may run under nohup
+    ranks = started(launch, write_config(train=LONG), tmp_path, processes, before=heard)
     began, before = time.monotonic(), read_lines(tmp_path / "runs/small")[-1]["step"]
     output = ranks.signal(number, rank=processes - 1).succeed()
     assert time.monotonic() - began < 20
@@ -76,12 +72,9 @@ def reader_has_gone() -> None:
     os.close(writer)
 
 
-def under_nohup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
 def test_a_run_under_nohup_goes_on_when_its_terminal_closes(write_config, launch, tmp_path):
     config = write_config(train=LONG | {"steps": 12})
+    under_nohup = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     ranks = launch("--config", config, before=under_nohup)
     ranks.until((tmp_path / "runs/small/metrics.jsonl").exists)
     assert "stopped" not in ranks.signal(signal.SIGHUP).succeed()

@@ -16,14 +16,10 @@ from mixer.common.errors import UserError
 from mixer.inspect import by_lag, effective_context, main, mixing_matrices, plot_by_lag
 
 
-def random_matrix(seed: int, context: int = 20) -> np.ndarray:
-    return np.tril(np.random.default_rng(seed).standard_normal((context, context)))
-
-
 def test_effective_context_is_counted_by_hand():
     assert effective_context(np.eye(20)) == 1 and effective_context(np.tri(20)) == 18
     for context in range(1, 20):
-        matrix = random_matrix(1, context)
+        matrix = np.tril(np.random.default_rng(1).standard_normal((context, context)))
         recent, count = np.abs(matrix[-1])[::-1], effective_context(matrix)
         assert recent[:count].sum() >= 0.9 * recent.sum() > recent[: count - 1].sum()
 

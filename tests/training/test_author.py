@@ -94,9 +94,3 @@ def test_initial_weights_have_the_authors_variances(name):
         elif "norm" not in key:  # He's normal distribution; the embedding's is the standard one
             variance = 1 if "embed" in key else 2 / weight.shape[-1]
             assert weight.std().item() == pytest.approx(variance**0.5, rel=0.1), key
-
-
-@pytest.mark.parametrize("name", ["mixer", "toeplitz", "recurrent"])
-def test_an_evaluation_scores_all_that_the_author_held_out(name):
-    run = load_config(str(ROOT / f"configs/author/{name}.yaml"), [])
-    assert (run.data.validation_documents, run.train.eval_samples) == (50_000, 0)

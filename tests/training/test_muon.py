@@ -49,11 +49,6 @@ def test_a_gradient_of_zeros_moves_nothing():
     assert (iterate(normalized(torch.zeros(1, 8, 16))) == 0).all()
 
 
-def twins(shapes=SHAPES) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    values = [torch.randn(shape) for shape in shapes]
-    return tuple([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize(("products", "allowed"), (("as torch's, bf16", 0.04), ("fp64", 1e-3)))
 def test_muon_is_torchs_step_by_step(products, allowed, monkeypatch):
@@ -65,7 +60,8 @@ def test_muon_is_torchs_step_by_step(products, allowed, monkeypatch):
             torch.optim._muon, "_zeropower_via_newtonschulz", lambda x, *_: newton_schulz(x)
         )
     torch.manual_seed(0)
-    ours, theirs = twins()
+    values = [torch.randn(shape) for shape in SHAPES]
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
     mine = Muon(ours, lr=0.01, weight_decay=0.1)
     settings = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "ns_steps": STEPS}
     torchs = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)

@@ -7,6 +7,7 @@ FSDP.
 import math
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -132,14 +133,11 @@ def test_a_checkpoint_holds_the_state_of_its_step_however_late_it_is_written(
         assert_same(tmp_path / "runs/late", tmp_path / "runs/plain", step)
 
 
-def with_little_memory() -> None:
-    torch.cuda.set_per_process_memory_fraction(0.01)
-
-
 def test_a_step_that_does_not_fit_names_the_sizes_and_what_to_lower(write_config, launch):
     """The logits alone have 5 GB."""
     sizes = ("train.batch_size=100000", "train.recompute=activation", "train.compile=no")
-    options = {"environment": ON_GPU, "before": with_little_memory}
+    little_memory = partial(torch.cuda.set_per_process_memory_fraction, 0.01)
+    options = {"environment": ON_GPU, "before": little_memory}
     ranks = launch("--config", write_config(), *sizes, **options)
     assert ranks.wait() == [2]
     assert "out of memory on cuda (" in ranks.output and "Traceback" not in ranks.output
