@@ -156,8 +156,8 @@ def draw(result: dict, output: Path) -> bool:
     """Whether it drew losses by training time: not of retrieval, nor of more runs than colours."""
     runs, kinds = result["runs"], result["plan"].get("kinds")
     timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
-    shown = timed if kinds is None and len(timed) <= len(COLOURS) else kinds and finished(runs)
-    if not shown or any("top1_of_32" in row for row in runs.values()):
+    drawable = 0 < len(timed) <= len(COLOURS) if kinds is None else finished(runs)
+    if not drawable or any("top1_of_32" in row for row in runs.values()):
         return False
     title = "Training loss (dot: validation)" if kinds is None else "Validation loss, separate runs"
     with curves(output, title, "training time (s)", "loss (nats)") as axes:

@@ -97,15 +97,14 @@ class TokenFile:
         number = index - int(self.samples_before[document])
         if len(self.samples_before) == 2:  # packed, or indeed one document
             return 0, self.counts.tokens, number
-        ends = self._read("docs.bin", np.dtype("<u8"), max(document - 1, 0), document + 1)
+        ends = self.read(max(document - 1, 0), document + 1, "docs.bin")
         return int(ends[0]) if document else 0, int(ends[-1]), number
 
-    def read(self, start: int, end: int) -> np.ndarray:
-        """Tokens [start, end)."""
-        return self._read("bin", self.dtype, start, end)
-
-    def _read(self, kind: str, dtype: np.dtype, start: int, end: int) -> np.ndarray:
-        """Not through a memory map, whose pages would count as this process's memory."""
+    def read(self, start: int, end: int, kind: str = "bin") -> np.ndarray:
+        """Tokens [start, end), or where these documents end. Not through a memory map, whose pages
+        would count as this process's memory.
+        """
+        dtype = self.dtype if kind == "bin" else np.dtype("<u8")
         size, file = dtype.itemsize, self.files[kind].fileno()
         return np.frombuffer(os.pread(file, (end - start) * size, start * size), dtype)
 

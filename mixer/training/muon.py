@@ -17,6 +17,7 @@ STEPS = 4
 # A large matrix of norm 1 has a Gram matrix whose entries are too small for fp16.
 SCALE = 32.0
 SMALLEST_NORM = 1e-30
+Tensors = Sequence[Tensor]
 # Newer versions of torch have another name for it, and print a warning at the old one.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -85,11 +86,7 @@ class Muon(torch.optim.Optimizer):
         return zip(*(tensor.split(rows) for tensor in held), strict=True)
 
     def _update(
-        self,
-        matrices: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        momenta: Sequence[Tensor],
-        settings: dict,
+        self, matrices: Tensors, gradients: Tensors, momenta: Tensors, settings: dict
     ) -> None:
         """One step for matrices of one shape."""
         skip, scale = skip_and_scale(self, matrices[0].device)
@@ -116,11 +113,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def directions(
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    momentum: float,
-    skip: Tensor,
-    scale: Tensor,
+    gradients: Tensors, momenta: Tensors, momentum: float, skip: Tensor, scale: Tensor
 ) -> Tensor:
     """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
     columns). skip and scale: of skip_and_scale; gradients that are skipped may not be finite.
@@ -134,7 +127,7 @@ def directions(
 
 
 def apply(
-    matrices: Sequence[Tensor], updates: Tensor, rate: Tensor, weight_decay: float, size: float
+    matrices: Tensors, updates: Tensor, rate: Tensor, weight_decay: float, size: float
 ) -> None:
     """W <- (1 - rate weight_decay) W - rate size U, in place."""
     for matrix, update in zip(matrices, updates.unbind(), strict=True):
