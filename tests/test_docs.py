@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from markdown import tables
+from runs import ROOT
 
 from mixer.training.config import RunConfig
 
-ROOT = Path(__file__).parents[1]
 PAGES = [
     *ROOT.glob("*.md"),
     *(

@@ -11,11 +11,10 @@ from pathlib import Path
 import plain_kernels
 import pytest
 import torch
-from launching import run_python
+from launching import ROOT, run_python
 
 from mixer.ops import cuda
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "token_mixing.py")
 TOY = (
     "--device cpu --channels 32 --batch-tokens 256 --rounds 2 --batch-ms 0.2 --commit abc123"

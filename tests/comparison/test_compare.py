@@ -11,7 +11,7 @@ import train_plan
 import yaml
 from launching import run_python, start_python
 from markdown import rows as rows_of
-from runs import read_lines
+from runs import ROOT, read_lines
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import commit
@@ -20,7 +20,6 @@ from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
 from mixer.training.config import read_yaml
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_plan.py"
 PLANS = ROOT / "benchmarks" / "plans"
 

@@ -3,11 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from runs import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text().replace("\\\n", " ")
 README = (ROOT / "docker/README.md").read_text()
 SENT = re.findall(r"^!(.+)$", (ROOT / "docker/Dockerfile.dockerignore").read_text(), re.MULTILINE)

@@ -1,13 +1,12 @@
 """The author's runs: his models and ours, on the same rows, have the same losses."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from author import LanguageMixer, losses_of
 from recurrent_reference import RecurrentReference
-from runs import read_losses
+from runs import ROOT, read_losses
 from texts import made_texts
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +18,6 @@ from mixer.models.architecture import model_class, model_config
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
-ROOT = Path(__file__).parents[2]
 WIDTH, BLOCKS, CONTEXT, BATCH, STEPS, WARMUP, HELD_OUT = 32, 2, 48, 8, 250, 25, 30
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from runs import ROOT
 
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_config
@@ -14,7 +15,6 @@ from mixer.train import main
 from mixer.training.config import RunConfig, flatten, load_config
 from mixer.training.start import save_config
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/author").glob("*.yaml")])
 KEYS = dict(flatten(asdict(RunConfig())))
 FLOATS = [key for key, value in KEYS.items() if isinstance(value, float)]
@@ -155,7 +155,7 @@ def test_a_section_given_twice_is_refused(tmp_path):
 
 def test_a_config_yaml_of_an_earlier_version_is_read_and_what_is_gone_is_refused():
     """It has every key of its time."""
-    before = Path(__file__).parents[1] / "checkpoints/written_before/runs/small/config.yaml"
+    before = ROOT / "tests/checkpoints/written_before/runs/small/config.yaml"
     assert load_config(str(before), []).train.steps == 8
     with pytest.raises(UserError, match="unknown key train.all_reduce = 'copy_engines'"):
         load_config(str(before), ["train.all_reduce=copy_engines"])
