@@ -29,7 +29,6 @@ DEVICES = ("auto", "cpu", "cuda")
 # Of a causal model's logits, as a share of the largest one: matmuls may sum in another order.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 Place = tuple[torch.device, int, int]  # this process's device, its number, and how many there are
-ALONE = (torch.device("cpu"), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: st
 
 
 def window_batches(
-    streams: Iterable[np.ndarray], context: int, stride: int, size: int, last_window: str = "short"
+    streams: Iterable[np.ndarray], context: int, stride: int, size: int, last_window: str
 ) -> Iterator[Batch]:
     """Batches of `size` windows: inputs and targets, (batch, longest window) int64; targets that do
     not count are -100. Padding is on the right: it changes no logit of a causal model.
@@ -127,7 +126,7 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate_batches(
-    model: nn.Module, batches: Iterable[Batch], context: int, place: Place = ALONE
+    model: nn.Module, batches: Iterable[Batch], context: int, place: Place
 ) -> TokenScores:
     """Scores the targets of batches (batch, tokens <= context), except those that are -100.
 

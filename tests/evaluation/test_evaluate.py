@@ -30,6 +30,7 @@ from mixer.export import export
 from mixer.generate import continuations
 
 CONTEXT = 12
+ALONE = (torch.device("cpu"), 0, 1)
 
 
 def tiny_model(vocab_size=23, context=CONTEXT, **options):
@@ -71,7 +72,7 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     model = tiny_model().double()
     tokens = np.random.default_rng(length).integers(0, 23, length)
     batches = window_batches([tokens], CONTEXT, stride or CONTEXT, 3, last_window)
-    scores = evaluate_batches(model, batches, CONTEXT)
+    scores = evaluate_batches(model, batches, CONTEXT, ALONE)
     expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT, last_window)
     assert scores.tokens == length - 1
     assert scores.nats == pytest.approx(sum(nats for *_, nats in expected), rel=1e-12)
@@ -186,7 +187,8 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     write_evaluation(found, tmp_path / "report")
     assert_png(tmp_path / "report" / "loss_by_position.png")
     tokens = validation_text(run / "data", 96, tokenizer).streams
-    scores = evaluate_batches(model, window_batches(tokens, 96, 96, 16), 96)
+    batches = window_batches(tokens, 96, 96, 16, "short")
+    scores = evaluate_batches(model, batches, 96, ALONE)
     nats, counts = scores.nats_by_position, scores.count_by_position
     means = [nats[part].sum() / counts[part].sum() for part in (slice(16, 32), slice(32, None))]
     last = [row[-2:] for row in rows((tmp_path / "report" / "report.md").read_text())]
