@@ -1,4 +1,4 @@
-"""Train backends and transformers with one configuration: compare losses, speed and memory.
+"""Train backends and transformers with one configuration, and compare losses, speed and memory.
 
     python -m mixer.compare --config configs/demo.yaml --backends dense auto train.steps=200
     python -m mixer.compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
@@ -7,8 +7,8 @@
 Each visible GPU trains one model at a time, all with the same seed. A model trains for train.steps,
 or with --seconds for as many steps as fit into that time, by its measured speed.
 
-The output directory gets report.md, report.png and report.json, and in report-runs what each run
-printed. The same command resumes an interrupted comparison. For other models, sizes and a sweep
+The output directory gets report.md, report.png and report.json, and each run's output in
+report-runs. The same command resumes an interrupted comparison. For other models, sizes and a sweep
 of learning rates, write a plan: see benchmarks/train_plan.py.
 """
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--backends", nargs="+", required=True, metavar="NAME", help=names)
     add("--output", default="runs/compare", help="directory of the report; default: runs/compare")
     add("--seconds", type=float, help="training time of each model, instead of train.steps")
-    add("--seeds", type=int, default=1, help="runs of each model, by seed; default: 1")
+    add("--seeds", type=int, default=1, help="number of seeds per model; default: 1")
     options, overrides = parser.parse_known_args(arguments)
     overrides += [text for text in options.backends if "=" in text]  # they may follow
     options.backends = [text for text in options.backends if "=" not in text]

@@ -1,13 +1,13 @@
-"""Convert checkpoints: from and to the reference implementation of masked mixers, with the same
-logits, and between two forms of a mixing weight.
+"""Convert checkpoints from and to the reference implementation of masked mixers, with the same
+logits, or between full mixing weights and weights by lag.
 
     python -m mixer.convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
     python -m mixer.convert DIR --output FILE.safetensors --back
     python -m mixer.convert DIR --output DIR --mixing-weight lags
 
 The first line reads the weights of a LanguageMixer or of a structured mixer, Toeplitz or recurrent.
-The second writes such weights. The third stores one number per lag, the mean of a diagonal, and
-prints how far the weights moved. `full` converts back and changes nothing.
+The second writes such weights. The third stores one number per lag, the mean of each diagonal, and
+prints how much the weights changed. `full` converts back without a change.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which is not supported here:
 the command assumes none, and says so. A structured mixer's file does not say how its heads mix:
@@ -79,7 +79,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     pretrained.write_new(output, other, tokenizer, source)
     mean, most = sum(changes) / max(1, len(changes)), max(changes, default=0.0)
     said = f"mixing weights changed by {mean:.2%} of their norm on average, at most {most:.2%}"
-    print(said + "; by lag it is another model: train it on" * (most > 0.1))
+    print(said + "; this is now a different model: train it further" * (most > 0.1))
 
 
 def main() -> None:
@@ -87,8 +87,8 @@ def main() -> None:
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
     add("source", type=pretrained.settled, help="the author's .safetensors file, or a checkpoint")
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
-    one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name, saved as well")
-    one.add_argument("--back", action="store_true", help="write the author's file")
+    one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name; saved too")
+    one.add_argument("--back", action="store_true", help="write a file for the author's code")
     how = "write a checkpoint with mixing weights of this form"
     one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
     forms = ("lags", *RECURRENT)

@@ -2,7 +2,7 @@
 
 On the validation split of the run:
     python eval.py --checkpoint runs/demo/step-600
-On any UTF-8 text, beside any causal language model:
+On any UTF-8 text, alongside any causal language model:
     python eval.py --checkpoint runs/demo/step-600 path/to/gpt2 --text book.txt
 On a dataset of the hub:
     python eval.py --checkpoint runs/demo/step-600 --hub Salesforce/wikitext \\

@@ -1,9 +1,9 @@
-"""Make a directory to publish from a checkpoint.
+"""Turn a checkpoint into a directory to publish.
 
     python -m mixer.export runs/v100/best --output my-mixer --license apache-2.0
     hf upload NAME my-mixer
 
-The directory holds what `from_pretrained` needs, the model's code for machines without this
+The directory contains what `from_pretrained` needs, the model's code for machines without this
 package, and a model card with the run's settings and last losses, but no optimizer state.
 """
 
@@ -124,7 +124,7 @@ def main() -> None:
     parser = command_parser("mixer.export", __doc__)
     add = parser.add_argument
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
-    add("--output", type=Path, required=True, metavar="DIR", help="new; also the model's name")
+    add("--output", type=Path, required=True, metavar="DIR", help="new; its name is the model's")
     add("--license", required=True, metavar="NAME", help="the model's license, for the card")
     add("--dtype", choices=TYPES, default="fp32", help="type of the weights; default: fp32")
     options = parser.parse_args()

@@ -61,7 +61,7 @@ def main() -> None:
     add, number = parser.add_argument, {"type": int, "metavar": "N"}
     add("--checkpoint", required=True, metavar="DIR", help="any causal language model")
     add("--prompt", dest="prompts", required=True, nargs="+", metavar="TEXT", help="to continue")
-    add("--new-tokens", default=80, **number, help="at most this many (default: 80)")
+    add("--new-tokens", default=80, **number, help="at most this many; default: 80")
     add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7; 0: greedy")
     add("--seed", default=0, **number, help="default: 0")
     print("\n\n".join(continuations(**vars(parser.parse_args()))))

@@ -2,7 +2,7 @@
 
     python -m mixer.inspect --checkpoint runs/demo/step-600
 
-The command writes a page with measures of all matrices, heat maps, and a picture of how far back
+The command writes a page with statistics of all matrices, heat maps, and a plot of how far back
 they reach. A matrix W is (context, context) and lower-triangular: token i receives W[i, j] of
 token j, at lag i - j.
 """
@@ -24,8 +24,8 @@ SHARE = 0.9  # of the last row's |W|, for the effective context
 Matrices = dict[str, np.ndarray]  # of a layer, by name
 
 NOTES = (
-    f"Effective context: the most recent tokens that hold {SHARE:.0%} of the last row's |W|. The "
-    "first picture has the mean |W| of each diagonal; lag 0 is the token itself."
+    f"Effective context: how many of the most recent tokens account for {SHARE:.0%} of |W| in the "
+    "last row. The first plot shows the mean |W| of each diagonal; lag 0 is the token itself."
 )
 
 

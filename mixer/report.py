@@ -1,4 +1,4 @@
-"""Draw the losses of runs.
+"""Plot the losses of runs.
 
 python -m mixer.report runs/demo                            # runs/demo/training.png
 python -m mixer.report runs/one runs/two --output both.png  # validation loss by training time
@@ -21,8 +21,8 @@ MOST_MEANS = 50  # points of a smoothed curve
 def main(arguments=None) -> None:
     parser = command_parser("mixer.report", __doc__)
     parser.add_argument("run", nargs="+", help="directory or metrics.jsonl; several are compared")
-    parser.add_argument("--output", help="picture; default: a .png in the first run")
-    how = "YAML file of other losses, drawn beside those of one run"
+    parser.add_argument("--output", help="plot; default: a .png in the first run")
+    how = "YAML file with published losses, drawn beside those of one run"
     parser.add_argument("--published", metavar="FILE", help=how)
     options = parser.parse_args(arguments)
     if options.published and len(options.run) > 1:

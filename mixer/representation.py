@@ -7,7 +7,7 @@ output, in any causal language model, with its trained weights and with random o
 A guess starts as Gaussian noise in place of the text's embeddings. Gradient descent minimizes the
 L1 distance between the layer's outputs for the guess and for the text: of all tokens, or of the
 last alone. The pseudo-inverse of the embedding then turns the guess into tokens. The Hamming score
-is the share of positions whose token is wrong. The author's script accepts the five best tokens of
+is the share of positions whose token is wrong. The author's script accepts the five best tokens at
 a position, so its scores are no higher. A better search might recover more.
 """
 
@@ -43,9 +43,9 @@ def main(arguments=None) -> None:
     add("--checkpoint", required=True, type=settled, metavar="DIR", help="a causal model")
     add("--data", default="", metavar="DIR", help="prepared data; default: the run's")
     add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest is used")
-    add("--layers", nargs="+", **number, help="blocks from 1; 0: the embedding; default: all")
-    add("--tokens", nargs="+", **number, help=f"lengths; default: those of {TOKENS} that fit")
-    add("--steps", default=500, **number, help="gradient descent; default: 500")
+    add("--layers", nargs="+", **number, help="blocks, from 1; 0: the embedding; default: all")
+    add("--tokens", nargs="+", **number, help=f"text lengths; default: those of {TOKENS} that fit")
+    add("--steps", default=500, **number, help="gradient descent steps; default: 500")
     add("--device", default="auto", choices=DEVICES)
     add("--output", metavar="DIR", help="default: CHECKPOINT/../representation-<checkpoint>")
     options = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
     python train.py --config configs/demo.yaml [section.key=value ...]
     accelerate launch train.py --config configs/demo.yaml [section.key=value ...]
 
-Outside a checkout, `-m mixer.train` stands for train.py.
+Outside a checkout, run `python -m mixer.train` instead of train.py.
 """
 
 from mixer.common.errors import UserError, command_parser, run_command

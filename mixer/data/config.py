@@ -44,14 +44,14 @@ class DataConfig:
     )
     path: str = option("", "text, jsonl, parquet: file, folder or glob; hub: the dataset's name")
     subset: str = option(
-        "", "hub: the dataset's configuration; builtin: packages adds the installed packages"
+        "", "hub: the dataset's configuration; builtin: 'packages' adds installed packages"
     )
     split: str = option("train", "hub: the split to read, also for validation")
-    text_field: str = option("text", "jsonl, parquet, hub: the field of a document's text")
-    pair_field: str = option("", "jsonl, parquet, hub: the field of the text's partner")
-    tokenizer: str = option("train", "train: a new byte-level BPE; or a directory or hub name")
+    text_field: str = option("text", "jsonl, parquet, hub: the field with the text")
+    pair_field: str = option("", "jsonl, parquet, hub: the field with the text's partner")
+    tokenizer: str = option("train", "a directory or hub name; train: a new byte-level BPE")
     vocab_size: int = option(
-        8000, "number of tokens of a new BPE or a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
+        8000, "vocabulary size of a new BPE or a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
     )
     pairs: int = option(
         0, "recall, needle (in training): pairs per sample; 0: all that fit", at_least=0
@@ -65,7 +65,7 @@ class DataConfig:
     validation_documents: int = option(0, "hold out the first n documents; 0: a share", at_least=0)
     validation_path: str = option("", "text, jsonl, parquet: other files for validation")
     validation_split: str = option("", "hub: validate on this split, and train on all of split")
-    max_documents: int = option(0, "at most this many of data.path; 0: all", at_least=0)
+    max_documents: int = option(0, "read at most this many documents; 0: all", at_least=0)
     workers: int = option(0, "processes that tokenize; 0: one per core", at_least=0, at_most=1024)
 
 

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from mixer.common.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
-# Characters that are tokenised at a time, so that one huge document does not fill the memory.
+# Characters that are tokenized at a time, so that one huge document does not fill the memory.
 PIECE = 1 << 20
 SAMPLE_BYTES = 100_000_000  # of text, at most, that a BPE is trained on
 TRAINING_PIECE = 1 << 12  # the trainer's time is quadratic in the longest run without a break
@@ -24,7 +24,7 @@ TRAINING_PIECE = 1 << 12  # the trainer's time is quadratic in the longest run w
 # of distinct words, 100 MB of a language without spaces nearly 100.
 DISTINCT_BYTES = 16_000_000
 DISTINCT_WORD = re.compile(r"[A-Za-z]+|[^\sA-Za-z]+")  # about the trainer's
-# Cuts a text into words that a byte-level BPE with GPT-2's pattern tokenises the same alone as in
+# Cuts a text into words that a byte-level BPE with GPT-2's pattern tokenizes the same alone as in
 # the text: that pattern also ends a token before white space, and between an ASCII letter and
 # another ASCII character. \x1c-\x1f are white space to Python, but not to that pattern.
 WORD = re.compile(r" ?[A-Za-z]++(?![^\x00-@\[-`{-\x7f])|\s*[\S\x1c-\x1f]+|\s+")
@@ -98,7 +98,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """A byte-level BPE of at most `vocab_size` tokens: any text comes back exactly, and the same
     texts, such as a `training_sample`, give the same BPE.
 
-    There is no normaliser and no prefix space, and all 256 bytes are in the vocabulary, so nothing
+    There is no normalizer and no prefix space, and all 256 bytes are in the vocabulary, so nothing
     is ever unknown. `<|endoftext|>` is id 0: EOS and padding.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -132,7 +132,7 @@ def pieces(text: str, most: int = PIECE) -> Iterator[str]:
 def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[list[int]]]:
     """A function from texts to their token ids: nothing added, truncated or padded, on all cores.
 
-    Text that spells a special token, such as a literal `<|endoftext|>`, is tokenised as the text it
+    Text that spells a special token, such as a literal `<|endoftext|>`, is tokenized as the text it
     is: only the preparation itself puts a separator between documents.
     """
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())

@@ -1,7 +1,7 @@
 """What is evaluated: the options of eval.py, the token streams that they name, and the size of
 their text.
 
-Each document is a stream of its own, tokenised exactly as training data is, with nothing added.
+Each document is a stream of its own, tokenized exactly as training data is, with nothing added.
 Packed prepared data is one stream with an EOS after each document.
 """
 
@@ -36,23 +36,23 @@ class EvalOptions:
 
     checkpoint: str = option(MISSING, "checkpoints, or directories of any causal language model")
     # At most one of these four.
-    text: Sequence[str] = option((), "files, folders or globs; .jsonl: a document per row")
+    text: Sequence[str] = option((), "files, folders or globs; .jsonl: one document per row")
     data: str = option("", "prepared data directory; default: the run's")
-    pairs: str = option("", "prepared data of pairs: how often a text finds its partner")
+    pairs: str = option("", "prepared pairs: measure how often a text finds its partner")
     hub: str = option("", "dataset of the hub")
     subset: str = option("", "hub: the dataset's configuration")
     split: str = option("test", "hub: the split to read")
-    text_field: str = option("text", "field that holds the text of a row")
+    text_field: str = option("text", "field with the text of a row")
     window: int | None = option(None, "longest window; default: the context", at_least=1)
-    stride: int | None = option(None, "tokens between windows; default: the window", at_least=1)
+    stride: int | None = option(None, "window step in tokens; default: the window", at_least=1)
     batch_size: int = option(16, "windows per forward pass", at_least=1)
     max_tokens: int = option(0, "score at most this many tokens; 0: all", at_least=0)
     # Under eos a blank row is a document, too.
-    first_token: str = option("skip", "skip it; eos: score it after an EOS", choices=FIRST_TOKEN)
-    last_window: str = option("short", "short; full: it starts earlier", choices=LAST_WINDOW)
+    first_token: str = option("skip", "skip it, or score it after an EOS", choices=FIRST_TOKEN)
+    last_window: str = option("short", "may be short, or starts earlier", choices=LAST_WINDOW)
     device: str = option("auto", "where to compute", choices=DEVICES)
     dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=TYPES)
-    backend: str = option("", "default: the checkpoint's", choices=("", *BACKENDS))
+    backend: str = option("", "mixing backend; default: the checkpoint's", choices=("", *BACKENDS))
 
     @property
     def source(self) -> DataConfig | str | None:

@@ -71,13 +71,13 @@ class ModelConfig(MixerOptions):
 
     architecture: str = option(
         "masked_mixer",
-        "masked_mixer, or a transformer to compare with: qwen3, or llama, which has no norms of "
-        "queries and keys. Their intermediate_size is 8/3 x hidden_size by default: three matrices "
-        "then have as many parameters as a mixer's two",
+        "masked_mixer, or a transformer to compare with: qwen3, or llama (no norms of queries and "
+        "keys). A transformer's intermediate_size is 8/3 x hidden_size by default: its three "
+        "matrices then have as many parameters as a mixer's two",
         choices=tuple(MODELS),
     )
     num_attention_heads: int | None = option(
-        None, "attention heads of a transformer; null for heads of 64 channels", **SIZE
+        None, "attention heads of a transformer; null: heads of 64 channels", **SIZE
     )
 
 

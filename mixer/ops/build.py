@@ -179,7 +179,7 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("mixer.ops.build", "Build the CUDA kernels ahead of time, or again.")
+    parser = command_parser("mixer.ops.build", "Build or rebuild the CUDA kernels.")
     add, known = parser.add_argument, "compute capabilities (default: the GPUs here)"
     add("--arch", nargs="+", type=capability, metavar="9.0", help=known)
     here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}

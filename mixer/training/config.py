@@ -42,30 +42,30 @@ class TrainConfig:
     init_from: str = option("", "a checkpoint or export whose weights a new run starts from")
     objective: str = option(
         "language",
-        "predict the next token, or contrastive: find a text's partner (docs/retrieval.md)",
+        "language: predict the next token; contrastive: find a text's partner (docs/retrieval.md)",
         choices=("language", "contrastive"),
     )
-    temperature: float = option(0.02, "contrastive: divides the cosines", above=0)
+    temperature: float = option(0.02, "contrastive: divides the cosine similarities", above=0)
     batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
     gradient_accumulation_steps: int = option(
         1, "micro-batches per optimizer step", at_least=1, at_most=2**20
     )
-    mixed_precision: str = option("no", "autocast; no: fp32", choices=("no", "fp16", "bf16"))
-    max_grad_norm: float = option(1.0, "clip the gradient's norm to this; 0: never", at_least=0)
+    mixed_precision: str = option("no", "autocast type; no: fp32", choices=("no", "fp16", "bf16"))
+    max_grad_norm: float = option(1.0, "clip the gradient norm to this; 0: never", at_least=0)
     non_finite: str = option(
         "stop",
-        "on a loss or gradient that is not finite (without fp16): stop the run, or skip the step",
+        "on a non-finite loss or gradient (without fp16): stop the run, or skip the step",
         choices=("stop", "skip"),
     )
     eval_every: int = option(1000, "steps between evaluations; 0: only at the end", at_least=0)
     eval_samples: int = option(
-        2048, "samples scored, spread over the validation split; 0: all", at_least=0
+        2048, "samples to score, spread over the validation split; 0: all", at_least=0
     )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "what torch.compile compiles: nothing, or each block, the output layer and the loss; auto: "
-        "blocks on GPUs with Triton",
+        "torch.compile; blocks: each block, the output layer and the loss; auto: blocks on GPUs "
+        "with Triton",
         choices=("auto", "no", "blocks"),
     )
     cuda_graphs: str = option(
@@ -100,7 +100,7 @@ class LoggingConfig:
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
     tracker: str = option(
         "none",
-        "where to copy the metrics; wandb offline: WANDB_MODE=offline",
+        "also send the metrics to this; for wandb offline, set WANDB_MODE=offline",
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
@@ -111,8 +111,8 @@ class RunConfig:
     """Everything that defines a run."""
 
     name: str = option("run", "the run's directory under output_dir")
-    output_dir: str = option("runs", "where runs go")
-    seed: int = option(0, "initial weights and order of the data", at_least=0, below=2**32)
+    output_dir: str = option("runs", "directory of all runs")
+    seed: int = option(0, "seed of the initial weights and the data order", at_least=0, below=2**32)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

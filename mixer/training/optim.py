@@ -42,20 +42,20 @@ class OptimConfig:
     )
     warmup_steps: int = option(500, "steps of linear warm-up", at_least=0)
     min_lr_ratio: float = option(0.0, "final learning rate as a share of lr", at_least=0, at_most=1)
-    weight_decay: float = option(0.01, "for weights, not for biases and norms", at_least=0)
+    weight_decay: float = option(0.01, "of weights; biases, norms and lags have none", at_least=0)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
     beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
     eps: float = option(1e-8, "AdamW's epsilon", above=0)
     momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
     lags_lr: float | None = option(
         None,
-        "rate of mixing weights by lag as a multiple of lr; "
+        "learning rate of mixing weights by lag, as a multiple of lr; "
         f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} if the context exceeds {LONG} tokens",
         above=0,
     )
-    mixing_lr: float = option(1.0, "rate of full mixing weights as a multiple of lr", above=0)
-    matrices_lr: float = option(1.0, "rate of linear layers as a multiple of lr", above=0)
-    vectors_lr: float = option(1.0, "rate of biases and norms as a multiple of lr", above=0)
+    mixing_lr: float = option(1.0, "rate of full mixing weights, as a multiple of lr", above=0)
+    matrices_lr: float = option(1.0, "rate of linear layers, as a multiple of lr", above=0)
+    vectors_lr: float = option(1.0, "rate of biases and norms, as a multiple of lr", above=0)
 
 
 @dataclass

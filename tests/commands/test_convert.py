@@ -81,7 +81,7 @@ def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsy
     main()
     # Of random numbers in a triangle of 12 rows the 12 means keep 12 parts of 78.
     said = capsys.readouterr().out
-    far = float(re.search(r"changed by ([\d.]+)% of their norm.*another model", said)[1])
+    far = float(re.search(r"changed by ([\d.]+)% of their norm.*a different model", said)[1])
     assert far == pytest.approx(100 * (66 / 78) ** 0.5, abs=6)
 
 

@@ -36,60 +36,60 @@ class MixerOptions:
 
     hidden_size: int = option(1024, "channels of the residual stream", **SIZE)
     num_hidden_layers: int = option(16, "number of blocks", at_least=1, at_most=1000)
-    max_position_embeddings: int = option(512, "context in tokens", at_least=2, at_most=2**20)
+    max_position_embeddings: int = option(512, "context length (tokens)", at_least=2, at_most=2**20)
     intermediate_size: int | None = option(
-        None, "width of the MLP; null for 4 x hidden_size", at_least=1, at_most=2**20
+        None, "width of the MLP; null: 4 x hidden_size", at_least=1, at_most=2**20
     )
     num_mixer_heads: int = option(1, "groups of channels, each with its own mixing weight", **SIZE)
     mixer_projections: bool = option(
-        True, "linear layers around the heads; false: none, and with keys, all blocks have heads"
+        True, "linear layers around the heads; false: none, and with keys, flat blocks have heads"
     )
     mixer_kernel_size: int = option(1, "taps of the convolution over the channels", **SIZE)
-    mixer_expansion: bool = option(False, "two triangular convolutions with a GELU between")
+    mixer_expansion: bool = option(False, "two triangular convolutions, a GELU between them")
     mixer_gate: bool = option(
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
     mixer_key_size: int = option(
-        0, "keyed mixing: queries and keys of this size scale the weights; 0: none", **SIZE_OR_0
+        0, "keyed mixing: channels of a query or key in each head; 0: no keyed mixing", **SIZE_OR_0
     )
     mixer_keyed_every: int = option(
-        1, "with keys: keyed mixing in every n-th block, others gated or flat", at_least=1
+        1, "with keys: keyed mixing in every n-th block, gated or flat in the others", at_least=1
     )
     mixer_attention: bool = option(False, "with keys: softmax attention instead of keyed mixing")
-    mixer_key_norm: bool = option(False, "with keys: RMS norms of queries and keys in each head")
+    mixer_key_norm: bool = option(False, "with keys: RMS-normalize queries and keys in each head")
     mixer_rotary: bool = option(False, "with keys: rotate queries and keys by position")
     mixer_key_shift: bool = option(False, "with keys: add a learned share of the previous key")
     value_embeddings: int = option(
-        0, "with keys: every n-th block adds a token embedding to the values", **SIZE_OR_0
+        0, "with keys: every n-th block adds a token embedding to the values; 0: none", **SIZE_OR_0
     )
     mixing_weight: str = option(
         "full",
         "full: a number per pair of positions; lags: per distance; rows, columns, mixed: recurrent",
         choices=("full", "lags", *RECURRENT),
     )
-    mixing_decay: bool = option(False, "with a recurrence: each head learns how fast it forgets")
-    mlp_first: bool = option(False, "a block's MLP comes before its mixing")
+    mixing_decay: bool = option(False, "with a recurrent mixing_weight: each head learns a decay")
+    mlp_first: bool = option(False, "put each block's MLP before its mixing")
     mixing_init: str = option(
         "reference",
-        "initial mixing weights: reference (random, like the author's), zero, or shift (the token "
-        "some places back; in keyed mixing, a mean of earlier tokens)",
+        "initial mixing weights: reference (random, like the author's), zero, or shift (copies the "
+        "token a fixed distance back; in keyed mixing, averages earlier tokens)",
         choices=("reference", "zero", "shift"),
     )
-    zero_init: bool = option(False, "blocks start as the identity, embeddings small")
+    zero_init: bool = option(False, "start with identity blocks and small embeddings")
     kaiming_init: bool = option(
-        False, "initial variance 2 / inputs, biases 0, like the author's other mixers"
+        False, "initial variance 2 / fan-in, biases 0, like the author's other mixers"
     )
     layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
     tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
-    final_norm: bool = option(False, "a LayerNorm before lm_head")
+    final_norm: bool = option(False, "apply a LayerNorm before lm_head")
     linear_bias: bool = option(True, "whether linear layers have biases; lm_head never does")
     hidden_act: str = option(
         "gelu", "the MLP's nonlinearity; relu2: ReLU squared", choices=("gelu", "relu2", "silu")
     )
     mixing_backend: str = option(
         "auto",
-        "what mixes tokens: cuda (our kernels), dense (plain PyTorch), or auto: cuda where it can "
-        "run; on GPUs other than H100 and H200, training first times both and keeps the faster",
+        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run. On GPUs other than "
+        "H100 and H200, training with auto first times both and keeps the faster",
         choices=BACKENDS,
     )
 
