@@ -51,7 +51,7 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
         said = f"--backends {' '.join(names)} --seeds {seeds} --seconds {seconds}"
         raise UserError(f"{said}; allowed: 1 or more of each, and finite seconds above 0")
     if given.keys() & {"name", "output_dir"}:
-        raise UserError("name or output_dir is given; a comparison is named by --output PATH")
+        raise UserError("a comparison takes no name and no output_dir: give --output PATH")
     models = {name: entrant(name) for name in names}
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}

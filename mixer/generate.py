@@ -24,7 +24,7 @@ def continuations(
     """
     if not (new_tokens > 0 and 0 <= temperature < math.inf and 0 <= seed < 2**32):
         said = f"--new-tokens {new_tokens} --temperature {temperature:g} --seed {seed}"
-        raise UserError(f"{said}; allowed: 1 or more, 0 or more, and 0 to 2**32 - 1")
+        raise UserError(f"{said}; allowed, in this order: 1 or more, 0 or more, 0 to 2**32 - 1")
     for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
@@ -35,7 +35,7 @@ def continuations(
         model, tokenizer = load_checkpoint(settled(checkpoint), device)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         if len(prompts) > 1 and not tokenizer.pad_token:
-            raise UserError("the tokenizer has no token to pad or end a text: give one prompt")
+            raise UserError("the tokenizer has no padding or EOS token: give only one prompt")
         padding = {"padding": len(prompts) > 1, "padding_side": "left"}
         try:
             inputs = tokenizer(prompts, return_tensors="pt", **padding).to(device)

@@ -233,9 +233,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: 
     ids = vocabulary_size(tokenizer)
     if not ids <= vocab_size <= ids + LARGEST_PADDING:
         raise UserError(
-            f"{what} has {ids} ids, the model {vocab_size}; allowed: as many, or up to "
-            f"{LARGEST_PADDING} more in the model: give the tokenizer that it was trained with (of "
-            "a run: the tokenizer/ folder of its data)"
+            f"{what} has {ids} ids, the model {vocab_size}; allowed: as many in the model, or up "
+            f"to {LARGEST_PADDING} more: give the tokenizer that the model was trained with (for a "
+            "run, the tokenizer/ folder of its data)"
         )
 
 
@@ -244,6 +244,6 @@ def check_token(largest: int, model: PreTrainedModel, what: str) -> None:
     ids = model.config.get_text_config().vocab_size
     if largest >= ids:
         raise UserError(
-            f"{what} has token {largest}, the model's vocabulary ends at {ids - 1}: give another "
-            "text, or the tokenizer that the model was trained with"
+            f"{what} has token {largest}, but the model's vocabulary ends at {ids - 1}: give "
+            "another text, or the tokenizer that the model was trained with"
         )

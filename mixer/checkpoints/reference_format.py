@@ -121,8 +121,8 @@ def from_reference(source: Weights, mixing: str | None = None) -> MaskedMixerFor
     is_parallel = any(key.endswith(PARALLEL) for key in source)
     if (mixing is not None) != is_structured or (is_parallel and mixing != "mixed"):
         raise UserError(
-            f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: nothing "
-            "for a LanguageMixer, and for a structured mixer lags (the author's Toeplitz layers), "
+            f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: no --mixing"
+            " for a LanguageMixer; for a structured mixer, lags (the author's Toeplitz layers), "
             "rows (ColRepeat), columns (RowRepeat) or mixed (MixedRepeatHeads, and always for "
             "ParallelRepeatHeads)"
         )
@@ -287,8 +287,7 @@ def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) ->
     ]:
         listing = "\n  ".join(problems)
         raise UserError(
-            f"the weights are not those of {form.model} that can be converted; nothing is "
-            f"guessed:\n  {listing}"
+            f"the weights do not fit {form.model}, so they cannot be converted:\n  {listing}"
         )
     for key, piece in pieces.items():
         piece.copy_(_decay(key, source[key].float()))

@@ -36,15 +36,15 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:
         raise UserError(
-            f"checkpoint {checkpoint} has format {trainer.get('format', 1)}, this code resumes "
-            f"{FORMAT}; resume it with the version that wrote it, or choose another name"
+            f"checkpoint {checkpoint} has format {trainer.get('format', 1)}, but this code resumes "
+            f"format {FORMAT}; resume it with the version that wrote it, or choose another name"
         )
     trainer = read_trainer(checkpoint, **RESUMED)
     if differing := differences(trainer["data"], data):
         raise UserError(
-            f"checkpoint {checkpoint} was trained on other data or in another order: {differing}; "
-            "restore them, choose another name to start afresh, or start a run of another name "
-            f"from its weights: train.init_from={checkpoint}"
+            f"checkpoint {checkpoint} was trained on different data or in another order: "
+            f"{differing}; restore them, choose another name to start afresh, or start a run of "
+            f"another name from its weights: train.init_from={checkpoint}"
         )
     return trainer
 
@@ -69,9 +69,9 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     before, now = ({name: getattr(of, name, None) for name in fields} for of in (saved, config))
     if differing := differences(before, now):
         raise UserError(
-            f"checkpoint {checkpoint} is of another model: {differing}; restore these (model.*; "
-            "model_type: model.architecture; vocab_size, eos_token_id: data.*), or choose another "
-            "name or checkpoint"
+            f"checkpoint {checkpoint} is of another model: {differing}; restore these (in model.*; "
+            "for model_type, model.architecture; for vocab_size and eos_token_id, data.*), or "
+            "choose another name or checkpoint"
         )
     return pretrained.load_model(checkpoint, config, model_class(config))
 
@@ -86,8 +86,8 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
         loaded = load_model(directory, model.config)
         if specification(read_tokenizer(str(directory))) != specification(tokenizer):
             raise UserError(
-                f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer = "
-                f"{directory}, and data.directory to a new folder"
+                f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer="
+                f"{directory} and data.directory to a new folder"
             )
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None

@@ -113,7 +113,7 @@ def oddity() -> str:
         return ""
     said = " ".join(f"{name}={value}" for name, value in given.items())
     return (
-        f"the environment has {said}, as no launcher sets it; allowed: all of {', '.join(NAMES)}, "
+        f"the environment has {said}, but no launcher set it; allowed: all of {', '.join(NAMES)}, "
         "with LOCAL_RANK <= RANK < WORLD_SIZE, or none; start this with torchrun or accelerate "
-        f"launch, or without them: env {' '.join(f'-u {name}' for name in given)} python ..."
+        f"launch, or unset them: env {' '.join(f'-u {name}' for name in given)} python ..."
     )

@@ -323,7 +323,7 @@ def has_sha256(path: Path, recorded: str) -> bool:
         if note.exists():
             return True
     if size > LARGE:
-        say_on_stderr(f"comparing {path} ({size / 1e9:.1f} GB) with its SHA-256, once here")
+        say_on_stderr(f"checking the SHA-256 of {path} ({size / 1e9:.1f} GB), once on this machine")
     is_good = sha256(path) == recorded
     with suppress(OSError):
         if is_good and note:

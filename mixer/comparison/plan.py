@@ -69,7 +69,7 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     """
     is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
     if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
-        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`, optionally `rates` and"
+        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`; optionally `rates` and"
         raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
 
     def options(own: dict | None) -> dict:

@@ -169,7 +169,7 @@ class Manifest:
         again = f"copy it again, or delete {directory} and prepare again"
         values = read_json(file, again, required={"fingerprint": str})
         if values["fingerprint"] != fingerprint(values):
-            raise UserError(f"{file} is not what preparing wrote (another fingerprint): {again}")
+            raise UserError(f"{file} is not what preparation wrote (fingerprint differs): {again}")
         return cls.of(values)
 
     def verify(self, directory: str | Path, splits: Iterable[str] = ()) -> None:
@@ -189,7 +189,7 @@ class Manifest:
             file = directory / name
             if not (file.is_file() and has_sha256(file, value)):
                 raise UserError(
-                    f"{file} is not what preparing wrote (its SHA-256 differs); restore it, or "
+                    f"{file} is not what preparation wrote (its SHA-256 differs); restore it, or "
                     f"delete {directory} and prepare again"
                 )
 

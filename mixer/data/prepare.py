@@ -135,8 +135,8 @@ class Corpus:
         held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
             raise UserError(
-                f"{common[0]} belongs to both data.path and data.validation_path: name other files "
-                "in one of them"
+                f"{common[0]} belongs to both data.path and data.validation_path: name different "
+                "files in one of them"
             )
         splits = (split for split, _ in self.documents())
         first = next(splits)

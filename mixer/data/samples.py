@@ -46,7 +46,7 @@ class TokenFile:
         self.samples_before = self._samples_before()
         if not len(self):
             raise UserError(
-                f"the {split} split of {directory} has {self.counts.tokens} tokens, and a context "
+                f"the {split} split of {directory} has {self.counts.tokens} tokens, but a context "
                 f"of {context} needs at least {context + 1} (a pair of passages: a document of "
                 f"{2 * context}); choose a shorter context, or another data.directory for more text"
             )

@@ -60,8 +60,8 @@ def source_parts(config: DataConfig) -> list[Part]:
         # .json is a text, too: of source code
         if kind and not name.endswith(tuple(".json" + how for how in ("", *OPENERS))):
             raise UserError(
-                f"{file} has a document in each row, but data.source=text reads a file as one: "
-                f"give data.source={kind}, or leave the file out of data.path"
+                f"{file} has a document in each row, but data.source=text reads a file as one "
+                f"document: give data.source={kind}, or leave the file out of data.path"
             )
     return [Part(config, file) for file in files]
 
@@ -92,7 +92,7 @@ def documents(
     if missing > MOST_MISSING * (found + missing):
         raise UserError(
             f"{left_out} {names}; fields of the first: {', '.join(fields)}; at most "
-            f"{MOST_MISSING:.0%} may be left out. Give a field of all rows as data.text_field "
+            f"{MOST_MISSING:.0%} may lack text. Set data.text_field to a field that all rows have "
             "(eval.py: --text-field), or remove the other rows"
         )
     if missing:

@@ -80,7 +80,7 @@ class World:
         if other is not None:
             raise UserError(
                 f"{what} differs between process {other} and process 0; allowed: one directory "
-                "that all hosts share, by its full path if they start in different ones"
+                "that all hosts share, with its full path if hosts start in different directories"
             )
 
 

@@ -84,7 +84,7 @@ def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: st
     if tokens > getattr(model.config, "longest_text", context):
         problem = f"{given}, but the context of {checkpoint} is {context}: ask for fewer tokens"
         if hasattr(model.config, "mixing_weight"):
-            problem += ", or convert to weights by lag, which changes one trained with full ones: "
+            problem += ", or convert to weights by lag, which changes a model with full weights: "
             problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"
         raise UserError(problem)
 
@@ -164,8 +164,8 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     moved = (after - before).abs().max().item()
     if moved > TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(
-            f"the model is not causal: with the tokens from {first} on changed, earlier logits "
-            f"moved by {moved:.3g}; give a causal model"
+            f"the model is not causal: changing the tokens from {first} on moved earlier logits by "
+            f"{moved:.3g}; give a causal model"
         )
 
 

@@ -1,5 +1,5 @@
-"""The model of a run, built from its configuration: a masked mixer, or a transformer that masked
-mixers are compared with, which is the Llama or the Qwen3 of transformers.
+"""The model of a run, built from its configuration: a masked mixer, or a transformer to compare
+masked mixers with, the Llama or Qwen3 of transformers.
 """
 
 from dataclasses import dataclass, fields
@@ -29,8 +29,8 @@ AttentionInterface.register("causal", AttentionInterface()["sdpa"])
 
 
 class Transformer:
-    """A model of transformers with what masked mixers have: `flops_per_token`, and under autocast a
-    residual stream in the autocast type. It reads no attention_mask: padding stands behind texts.
+    """A transformers model with what masked mixers have: `flops_per_token`, and under autocast a
+    residual stream in the autocast type. It reads no attention_mask: padding follows the text.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -66,7 +66,7 @@ MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
 @dataclass
 class ModelConfig(MixerOptions):
     """The section `model` of a run's configuration: the options of a masked mixer, and what a
-    transformer needs besides. The vocabulary's size is the tokenizer's.
+    transformer needs in addition. The vocabulary size is the tokenizer's.
     """
 
     architecture: str = option(
@@ -91,7 +91,7 @@ OF_TRANSFORMERS = ("num_attention_heads",)
 
 
 def model_problems(model: ModelConfig) -> list[str]:
-    """One line for each rule that the options break together, each being allowed by itself."""
+    """One line for each rule broken by options that are allowed alone, but not together."""
     if option_problems(model):  # the rules below need options that are allowed by themselves
         return []
     is_mixer, heads = model.architecture == "masked_mixer", attention_heads(model)

@@ -1,5 +1,5 @@
-"""Texts as vectors, for retrieval (arXiv 2409.01482): the state of a text's last token, the loss of
-pairs of texts, and how often a text finds its partner.
+"""Text embeddings for retrieval (arXiv 2409.01482): the hidden state of a text's last token, the
+loss of pairs of texts, and how often a text finds its partner.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ MOST_PAIRS = max(CANDIDATES)  # that are compared with each other
 
 
 def text_vectors(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The states of the last tokens, divided by their norms: (batch, hidden) fp32.
+    """The hidden states of the last tokens, divided by their norms: (batch, hidden) fp32.
 
-    texts: (batch, tokens) int64, with -100 behind the end of each, where no token of a causal model
+    texts: (batch, tokens) int64, with -100 after the end of each, where no token of a causal model
     can see it.
     """
     states = model.base_model(texts.clamp(min=0), use_cache=False).last_hidden_state
@@ -38,8 +38,8 @@ def info_nce(queries: Tensor, targets: Tensor, first: int, temperature: float) -
 
 
 def top1(queries: Tensor, targets: Tensor) -> dict[str, float]:
-    """The share of queries, (pairs, hidden), whose own target is the nearest of so many, up to the
-    number of pairs, as top1_of_32 and so on. Pairs are dealt out to groups of that size.
+    """The share of queries, (pairs, hidden), whose own target is the nearest of 32 candidates, as
+    top1_of_32, and so on up to the number of pairs. Pairs are split into groups of that size.
     """
     shares = {}
     for count in CANDIDATES:

@@ -1,4 +1,4 @@
-"""Token mixing as operators of PyTorch (docs/operator.md), each by kernels and in plain PyTorch."""
+"""Token mixing as PyTorch operators (docs/operator.md), each as kernels and in plain PyTorch."""
 
 from mixer.ops.keyed import keyed_conv
 from mixer.ops.plain import BACKENDS, turn

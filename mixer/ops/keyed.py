@@ -1,7 +1,7 @@
 """Keyed mixing: `keyed_conv`, the operator `mixer::keyed_conv` and its autograd formula, and the
 mixing weights as its kernels read them.
 
-The kernels are in keyed_kernels.py. Where they cannot serve, plain PyTorch does the same.
+The kernels are in keyed_kernels.py. Where they cannot run, plain PyTorch computes the same.
 """
 
 import importlib.util
@@ -33,16 +33,16 @@ def keyed_conv(
     decay: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """A triangular convolution whose weights are scaled by how well queries fit keys:
+    """A triangular convolution whose weights are scaled by how well queries match keys:
 
         y[b, i, c] = bias[h, i] + sum_{j <= i} weight[h, 0, i, j] * f[i, j] * value[b, j, c]
         f[i, j] = exp(s[i, j]) / mean_{j <= i} exp(s[i, j])
         s[i, j] = query[b, i, h] . key[b, j, h] / sqrt(n), of n numbers each
 
-    Where all keys fit alike, f is 1, and this is a triangular convolution. Without the weight it is
-    softmax attention (arXiv 1706.03762) times the number of tokens that a query sees.
+    If all keys match equally, f is 1, and this is a triangular convolution. Without the weight, it
+    is softmax attention (arXiv 1706.03762) times the number of tokens that a query sees.
 
-    The weight is given in full, or by lags: then it is, and nothing of its size is in memory,
+    Pass the weight in full, or by lag. By lag, our kernels never store it in full; it is
 
         weight[h, 0, i, j] = lags[h, 0, i - j] + falling[i - j] / sum_{l <= i} falling[l]
         falling[l] = exp(-l * decay[h])
@@ -50,16 +50,16 @@ def keyed_conv(
     Args:
         query, key: (batch, tokens, heads * n), head after head; bf16, fp16, fp32 or fp64.
         value: (batch, tokens, channels) in their dtype, head after head.
-        weight: (heads, 1, context, context), out then in, with context >= tokens, in their dtype or
+        weight: (heads, 1, context, context), output first; context >= tokens, in their dtype or
             fp32. The strictly upper triangle is never read, and its gradient is exactly zero.
         bias: (heads, context), in the dtype of weight or lags.
-        lags: (heads, 1, context), in place of weight. A text may be longer: then each token mixes,
+        lags: (heads, 1, context), instead of weight. In a text past the context, each token mixes,
             sums and averages the last `context` tokens, with the last bias, in plain PyTorch.
-        decay: (heads,) fp32, none negative, with lags alone; has no gradient. None: without the
+        decay: (heads,) fp32, not negative; only with lags. It gets no gradient. None drops the
             second term.
-        backend: "cuda" or "auto" for our kernels, which keep no product of two tokens in memory,
-            where they can run (compute capability 8.0 and newer, Triton, all dtypes but fp64).
-            "dense", and elsewhere, for plain PyTorch.
+        backend: "cuda" or "auto": our kernels, which never store the score matrix, where they can
+            run (compute capability 8.0 and newer, Triton, all dtypes but fp64), and plain PyTorch
+            elsewhere. "dense": plain PyTorch.
 
     Returns:
         y: (batch, tokens, channels) in the dtype of value. Under autocast query, key and value are

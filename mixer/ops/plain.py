@@ -1,9 +1,9 @@
 """The operators of `mixer.ops` in plain PyTorch, and single rows of them for generation; weights by
-lag, W[i, j] = lags[i - j], with one number for each distance of two tokens (arXiv 2605.06683).
+lag, W[i, j] = lags[i - j], with one number per distance of two tokens (arXiv 2605.06683).
 
 `triangular_conv`, `keyed_conv` and `mix_row` have the operators' arguments; `backend` has no
-effect. Arguments are not checked. The file is copied beside every saved model, so it imports
-nothing of this package.
+effect. Arguments are not checked. Every saved model gets a copy of this file, so it imports
+nothing from this package.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), out then in; bias (heads, context).
@@ -71,8 +71,8 @@ def triangular_conv(
     *,
     lags: Tensor | None = None,
 ) -> Tensor:
-    """The masked-weight matmul: the weight is masked with tril and multiplied in full, as one would
-    write it in PyTorch.
+    """The masked-weight matmul, as one would write it in PyTorch: the weight is masked with tril
+    and multiplied in full.
     """
     tokens = x.shape[1]
     if weight is None:
@@ -110,12 +110,11 @@ def mix_rows(
     Args:
         memory: (batch, heads, length, channels of a head), the inputs of positions 0 to length - 1,
             those of the new tokens included. A token does not read positions after its own.
-        rows: those of the weight that the new tokens have, (batch or 1, heads, taps, new, length),
-            as `rows_at` returns them.
+        rows: the new tokens' rows of the weight, (batch or 1, heads, taps, new, length), as
+            `rows_at` returns them.
         bias: (heads, context).
         residual: (batch, new, channels), or None.
-        positions: (batch or 1, new) int64, where each new token stands; 1 if that is the same in
-            all texts.
+        positions: (batch or 1, new) int64, of each new token; 1 if all texts have the same.
 
     Returns:
         (batch, new, channels), in memory's dtype.
@@ -157,14 +156,14 @@ def turn(
 
     Args:
         x: (batch, tokens, heads * size), head after head, the size even.
-        norm: divide a head's numbers by the root of the mean of their squares (arXiv 2010.04245).
+        norm: divide a head's numbers by their root mean square (arXiv 2010.04245).
         rotation: cosines and sines of angles (arXiv 2104.09864), two of (batch or 1, tokens, size /
-            2) fp32. Number c of a head is turned with number c + size / 2.
-        gain: (heads * size,), which the result is multiplied by.
-        backend: without effect; models saved by earlier versions give it.
+            2) fp32. Number c of a head is rotated with number c + size / 2.
+        gain: (heads * size,), multiplies the result.
+        backend: no effect; models saved by earlier versions pass it.
 
     Returns:
-        (batch, tokens, heads * size) in the dtype of x. Between, all is at least fp32.
+        (batch, tokens, heads * size) in the dtype of x, computed in fp32 or wider.
     """
     y = x.unflatten(-1, (heads, -1))
     y = y.to(torch.promote_types(x.dtype, torch.float32))
@@ -189,8 +188,8 @@ def keyed_conv(
     decay: Tensor | None = None,
     backend: str = "dense",
 ) -> Tensor:
-    """Keyed mixing of whole texts, one panel of rows after another: in memory are the products of
-    a panel's queries with the keys up to its last row.
+    """Keyed mixing of whole texts, one panel of rows after another: memory holds only the products
+    of one panel's queries with the keys up to its last row.
     """
     tokens, (heads, context), found = query.shape[1], bias.shape, []
     if weight is None and tokens <= context:  # past it, a square would be larger than all else
@@ -220,8 +219,8 @@ def mix_keyed(
     positions: Tensor,
     context: int,
 ) -> Tensor:
-    """Keyed mixing of some tokens: how well keys fit a query, over the mean of those up to its
-    position, the last `context` of them, times the weight's row.
+    """Keyed mixing of some tokens: how well each key matches a query, relative to the mean over the
+    last `context` keys up to its position, times the weight's row.
 
     Args:
         query: (batch, heads, new, size of a key).
@@ -230,7 +229,7 @@ def mix_keyed(
         positions: (batch or 1, new) int64, of the queries.
 
     Returns:
-        (batch, new, channels); what fits is at least fp32.
+        (batch, new, channels), with matches in fp32 or wider.
     """
     products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
     seen = window(positions, key.shape[2], context)
@@ -256,8 +255,8 @@ def keyed_rows(
 
 
 def window(positions: Tensor, length: int, context: int) -> Tensor:
-    """Which of the first `length` tokens those at positions (batch or 1, new) see: themselves and
-    those before, the last `context` of them. (batch or 1, 1, new, length) bool.
+    """Which of the first `length` tokens the tokens at positions (batch or 1, new) see: the last
+    `context` ones up to their own. (batch or 1, 1, new, length) bool.
     """
     place, own = torch.arange(length, device=positions.device), positions[:, None, :, None]
     return (place <= own) & (place > own - context)
@@ -289,8 +288,8 @@ def mix_row(
 
 
 def for_tokens(tokens: int, lags: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Numbers by lag and by position, (..., context) each, for `tokens` tokens, which may be more:
-    further lags are zero, further positions have the number of the last.
+    """Numbers by lag and by position, (..., context) each, extended to `tokens` tokens: further
+    lags are zero, further positions repeat the last number.
     """
     more = tokens - lags.shape[-1]
     if more <= 0:
@@ -301,7 +300,7 @@ def for_tokens(tokens: int, lags: Tensor, last: Tensor | None) -> tuple[Tensor, 
 
 
 def at(positions: Tensor, numbers: Tensor) -> Tensor:
-    """numbers (heads, context) at positions (batch or 1, new), beyond the context the last one:
+    """numbers (heads, context) at positions (batch or 1, new), past the context the last number:
     (batch or 1, heads, new).
     """
     return numbers[:, positions.clamp(max=numbers.shape[-1] - 1)].transpose(0, 1)

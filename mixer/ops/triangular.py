@@ -1,5 +1,5 @@
-"""The triangular convolution, of whole texts (`triangular_conv`) and of a new token in generation
-(`mix_row`): argument checks, and whether our kernels take a call or plain PyTorch.
+"""The triangular convolution, for whole texts (`triangular_conv`) and for a new token in generation
+(`mix_row`): argument checks, and the choice between our kernels and plain PyTorch.
 """
 
 import functools
@@ -33,22 +33,22 @@ def triangular_conv(
         y[b, i, c] = bias[h, i] + residual[b, i, c]
                      + sum_t sum_{j <= i} weight[h, t, i, j] * x[b, j, c + t - (K - 1) // 2]
 
-    The channels are split into `heads` equal groups and channel c belongs to head h. The shift over
-    channels stays inside the head and is zero outside it: each head is `nn.Conv1d(context, context,
-    K, padding="same")` with a weight masked lower-triangular. K = 1 and heads = 1 is the paper's
+    The channels are split into `heads` equal groups; channel c belongs to head h. The shift over
+    channels stays inside the head and reads zeros outside it: each head is `nn.Conv1d(context,
+    context, K, padding="same")` with a lower-triangular weight. K = 1 and heads = 1 is the paper's
     flat mixer.
 
-    A weight may have one number for each distance of two tokens instead of one for each pair:
-    weight[h, t, i, j] = lags[h, t, i - j]. Give it as `lags`, in place of `weight`. Then no tensor
-    of context x context numbers is made by our kernels.
+    A weight may have one number per distance of two tokens instead of one per pair:
+    weight[h, t, i, j] = lags[h, t, i - j]. Pass it as `lags` instead of `weight`. Our kernels then
+    never store a context x context tensor.
 
     Args:
         x: (batch, tokens, channels) of any strides, in one of DTYPES: bf16, fp16, fp32 or fp64.
             tokens <= context; a shorter input uses the weight's top-left corner. With lags there
-            may be more tokens: each mixes the last `context` of them, by the last bias.
-        weight: (heads, kernel_size, context, context), out then in; x's dtype or fp32. The
+            may be more tokens: each then mixes the last `context` tokens, with the last bias.
+        weight: (heads, kernel_size, context, context), output first; x's dtype or fp32. The
             strictly upper triangle is never read, and its gradient is exactly zero.
-        lags: (heads, kernel_size, context), x's dtype or fp32, for a weight by lag.
+        lags: (heads, kernel_size, context), x's dtype or fp32; instead of weight.
         bias: (heads, context) in the weight's (or the lags') dtype, or None.
         residual: as x, or None.
         backend: "cuda" (our kernels: bf16 and fp16), "dense" (the masked-weight matmul in plain
@@ -56,17 +56,17 @@ def triangular_conv(
 
     Returns:
         y: (batch, tokens, channels), contiguous, in x's dtype. Under autocast x and residual are
-            cast to the autocast dtype first; weight, lags and bias stay in fp32 and are cast once,
-            while the weight is packed.
+            cast to the autocast dtype first. weight, lags and bias stay in fp32 and are cast once,
+            when the weight is packed.
 
     Raises:
         ValueError: shapes, dtypes, devices or the backend's name do not fit.
         mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
         NotImplementedError: second derivatives where the kernels ran.
 
-    Second derivatives and torch.func's transforms are there with "dense" alone. In the kernels a
-    value of x that is not finite may spread to other tokens of the same block of 64, as it does in
-    a dense product, but never further.
+    Second derivatives and torch.func's transforms need "dense". In the kernels, a non-finite value
+    of x may spread to other tokens of the same block of 64, as it does in a dense product, but
+    never further.
     """
     x, residual = in_autocast_dtype(x, residual)
     _check(x, weight, lags, bias, residual, backend)
@@ -110,7 +110,7 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
 
 def require(fits: bool, backend: str, operator: str, allowed: str, **given: Tensor | None) -> None:
     """Raises ValueError for an unknown backend, and for tensors that do not fit together or are on
-    several devices: kernels would read and write out of bounds.
+    different devices: kernels would read and write out of bounds.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
@@ -153,30 +153,30 @@ def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_ali
     if serve and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
         reason = cuda.device_reason(device.index)
     else:
-        heads = "" if is_aligned else ", in heads of other sizes"
+        heads = "" if is_aligned else ", in heads of an unsupported size"
         reason = (
-            f"x is {dtype} on {device}{heads}; the CUDA kernels take float16, and from compute "
-            "capability 8.0 on bfloat16, in heads of a multiple of 8 channels. Use "
+            f"x is {dtype} on {device}{heads}; the CUDA kernels take float16, and bfloat16 from "
+            "compute capability 8.0, in heads of a multiple of 8 channels. Use "
             "backend='dense', or convert x (train.mixed_precision=fp16 or bf16)."
         )
     if reason is None:
         return True
     if backend == "cuda":
         raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
-    warn_once(f"mixing backend 'auto' takes 'dense', since 'cuda' cannot run here: {reason}")
+    warn_once(f"mixing backend 'auto' uses 'dense', because 'cuda' cannot run here: {reason}")
     return False
 
 
 def difference(
     results: Iterable[Tensor], wanted: Iterable[Tensor], names: Iterable[str]
 ) -> str | None:
-    """Which result is away from plain PyTorch's by more than rounding; None if none is."""
+    """Says which result differs from plain PyTorch's by more than rounding; None if none does."""
     for name, ours, theirs in zip(names, results, wanted, strict=True):
         off, size = (tensor.norm(dtype=torch.float32) for tensor in (ours - theirs, theirs))
         if not off <= MOST_APART * size:  # NaN is no result either
             return (
-                f"its results are wrong on this GPU: {name} is {(off / size).item():.1e} away from "
-                "plain PyTorch's"
+                f"its results are wrong on this GPU: {name} differs by {(off / size).item():.1e} "
+                "from plain PyTorch's"
             )
     return None
 
@@ -193,8 +193,8 @@ def mix_row(
     positions: Tensor,
     backend: str = "auto",
 ) -> Tensor:
-    """One new token of each sample: writes x into the memory at its position, and mixes it with all
-    before it.
+    """Mixes one new token of each sample: writes x into the memory at its position, and mixes it
+    with all earlier tokens.
 
         y[b, c] = bias[h, p] + residual[b, c]
                   + sum_t sum_{j <= p} weight[h, t, p, j] * memory[b, h, j, c + t - (K - 1) // 2]
@@ -206,18 +206,18 @@ def mix_row(
         weight: (heads, kernel_size, context, context), x's dtype or fp32; context >= length.
         bias: (heads, context), in the weight's dtype.
         residual: as x, or None.
-        positions: (batch or 1, 1) int64, below length; 1 if all samples have the same. Their
-            values are not checked, because that would wait for the GPU; for a position outside the
-            memory the kernel returns NaN and writes nothing.
+        positions: (batch or 1, 1) int64, below length; 1 if all samples share one. The values are
+            not checked, because that would wait for the GPU. For a position outside the memory,
+            the kernel returns NaN and writes nothing.
         backend: as in `triangular_conv`; "auto" and "cuda" both use the kernel.
 
     Returns:
-        y: (batch, 1, channels), in x's dtype, under autocast in its dtype.
+        y: (batch, 1, channels), in x's dtype, or in autocast's where it is on.
 
     The kernel (csrc/mix_row.cu) reads the memory once, finds the positions on the device and needs
-    no workspace, so that a decoding step can be captured in a CUDA graph. It has no derivative:
-    where a gradient may be asked for, under autocast, in compiled code and for kernel_size > 1,
-    this is plain PyTorch. So it is for shapes that do not fit, with its errors.
+    no workspace, so a decoding step can be captured in a CUDA graph. It has no derivative. Plain
+    PyTorch serves calls that may need a gradient, autocast, compiled code and kernel_size > 1. It
+    also raises the errors for shapes that do not fit.
     """
     arguments = (memory, x, weight, bias, residual, positions)
     # The compiler sees through plain PyTorch, but not through a call of the kernel.
@@ -227,8 +227,8 @@ def mix_row(
 
 
 def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool:
-    """Whether the kernel can take a call: it would read and write out of bounds where shapes do not
-    fit. The first call on a device builds the kernels, so it must not come inside a graph capture.
+    """Whether the kernel can take a call: with other shapes it would read and write out of bounds.
+    The first call on a device builds the kernels, so it must not come inside a graph capture.
     """
     batch, heads, length, width = memory.shape
     context, read = weight.shape[-1], (memory, x, weight, bias, x if residual is None else residual)

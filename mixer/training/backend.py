@@ -27,7 +27,7 @@ def check_backend(run: RunConfig, device: torch.device) -> None:
     """Raises UserError for kernels where there is no GPU."""
     if run.model.mixing_backend == "cuda" and device.type != "cuda":
         raise UserError(
-            f"model.mixing_backend is cuda, and training is on the {device.type}; allowed there: "
+            f"model.mixing_backend is cuda, but training is on the {device.type}; allowed there: "
             "auto, dense"
         )
 
@@ -54,7 +54,7 @@ def settle_backend(
         is_gone = backend == "cuda" and not is_keyed and run.train.mixed_precision == "no"
         if backend not in ("dense", "cuda") or is_gone:
             backend, why = race(own[0], run, world) if world.is_main else ("", "")
-        world.say(f"{said}: auto takes {backend}, {why}")
+        world.say(f"{said}: auto uses {backend}, {why}")
         found[kind] = world.of_main(backend)
         for layer in own:
             layer.backend = found[kind]

@@ -196,8 +196,8 @@ def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
     """Raises UserError for an optimizer that cannot work on parameters that FSDP shards."""
     if is_sharded and config.name != "adamw":
         raise UserError(
-            f"optim.name = {config.name} with FSDP, which shards the matrices that it works on; "
-            "allowed with FSDP: adamw; with DDP, as in configs/accelerate/1x8.yaml: all"
+            f"optim.name = {config.name} cannot run with FSDP, which shards its matrices; allowed: "
+            "adamw with FSDP, any optimizer with DDP, as in configs/accelerate/1x8.yaml"
         )
 
 

@@ -273,7 +273,7 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
     if changed.keys() & OF_OPTIMIZER:
         raise UserError(
-            f"the run has the state of another optimizer: {listed}; restore that, or choose "
+            f"the run has the state of another optimizer: {listed}; restore it, or choose "
             "another name to start afresh"
         )
     if step >= run.train.steps:

@@ -76,7 +76,7 @@ def swap_merges(source) -> None:
 REFUSED = {
     "width": (None, ["model.hidden_size=64"], "hidden_size is 32 in the checkpoint, now 64"),
     "llama": (None, ["model.architecture=llama"], "model_type is 'masked_mixer' .* now 'llama'"),
-    "tokenizer": (swap_merges, [], "has another tokenizer than the data; set data.tokenizer = "),
+    "tokenizer": (swap_merges, [], "has another tokenizer than the data; set data.tokenizer="),
     "absent": (shutil.rmtree, [], "there is no such directory"),
 }
 

@@ -27,7 +27,7 @@ def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, 
 def test_changed_data_is_refused_naming_what_differs(write_config, finished, tmp_path):
     other = f"data.directory={tmp_path / 'other'}", "data.max_documents=20", "seed=5"
     said = refusal(write_config(), *other)
-    assert "other data or in another order" in said
+    assert "different data or in another order" in said
     assert "data.max_documents is 30 in the checkpoint, now 20" in said
     assert "seed is 0 in the checkpoint, now 5" in said
     assert "tokenizer is '" in said and "train.bin is '" in said

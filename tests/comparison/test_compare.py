@@ -102,7 +102,7 @@ def test_a_machine_without_git_measures_too(monkeypatch):
         (["train.steps=3"], "--backends  --seeds 1 .*; allowed: 1 or more of each"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
         (["dense", "optim.lr=["], "optim.lr: '\\[' cannot be read as a YAML value"),
-        (["dense", "name=mine"], "a comparison is named by --output PATH"),
+        (["dense", "name=mine"], "a comparison takes no name and no output_dir"),
         (["dense", "--seconds", "inf"], "--seconds inf; allowed: .* finite seconds"),
         (["dense", "--seeds", "0"], "--seeds 0 .*; allowed: 1 or more of each"),
     ],

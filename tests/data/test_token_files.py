@@ -85,7 +85,7 @@ def test_rows_that_are_cut_hold_the_beginning_of_a_document_without_its_end(tmp_
 def test_damaged_files_are_refused_on_opening(prepared, tmp_path):
     damaged = Path(shutil.copytree(prepared, tmp_path / "copy"))
 
-    def refused(name, content, match="is not what preparing wrote .*; restore it, or delete"):
+    def refused(name, content, match="is not what preparation wrote .*; restore it, or delete"):
         file = damaged / name
         good = file.read_bytes() if file.exists() else None
         file.unlink() if content is None else file.write_bytes(content)
@@ -96,7 +96,7 @@ def test_damaged_files_are_refused_on_opening(prepared, tmp_path):
     manifest = (damaged / "manifest.json").read_bytes()
     changed = json.loads(manifest)
     changed["splits"]["train"]["words"] = 300
-    wrong = "is not what preparing wrote .*: copy it again, or delete"
+    wrong = "is not what preparation wrote .*: copy it again, or delete"
     refused("manifest.json", json.dumps(changed).encode(), wrong)
     refused("manifest.json", manifest[:-20], "is damaged.*: copy it again, or delete")
     other = train_tokenizer(made_texts(50, seed=5), 300).backend_tokenizer.to_str()

@@ -93,7 +93,7 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
         ((), {"FSDP_VERSION": "1"}, "asked for fsdp_version: 1; allowed: DDP, or version 2"),
         ((), {"FSDP_OFFLOAD_PARAMS": "true"}, "asked for fsdp_offload_params: true; allowed"),
         ((), {"ACCELERATE_USE_CPU": "maybe"}, "ACCELERATE_USE_CPU = 'maybe'; allowed: true, false"),
-        (("optim.name=muon",), {}, "optim.name = muon with FSDP, which shards.*allowed"),
+        (("optim.name=muon",), {}, "optim.name = muon cannot run with FSDP, which shards.*allowed"),
     ],
 )
 def test_a_launch_that_cannot_train_so_is_refused_before_anything_is_written(

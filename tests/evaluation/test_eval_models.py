@@ -153,7 +153,7 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
     size = {"vocab_size": 300, "num_hidden_layers": 1, "num_attention_heads": 2}
     size |= {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": CONTEXT}
     bert = save_other(tmp_path / "bert", BertLMHeadModel(BertConfig(**size)), root)
-    with pytest.raises(UserError, match="the model is not causal: with the tokens from"):
+    with pytest.raises(UserError, match="the model is not causal: changing the tokens from"):
         evaluate(bert, text=text)
     size = {"vocab_size": 300, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     t5 = save_other(tmp_path / "t5", T5ForConditionalGeneration(T5Config(**size)), root)
@@ -211,7 +211,8 @@ def test_a_token_that_the_model_lacks_is_refused_only_in_a_text_that_has_it(root
     found, expected = (evaluate(place, text=text) for place in (tmp_path, root / "gpt2"))
     assert found["nats"] == expected["nats"]
     (tmp_path / "with.txt").write_text("a zyzzyva here")
-    problem = f"has token {len(tokenizer) - 1}, the model's vocabulary ends at {len(tokenizer) - 2}"
+    last = len(tokenizer) - 1
+    problem = f"has token {last}, but the model's vocabulary ends at {last - 1}"
     with pytest.raises(UserError, match=f"with.txt {problem}: give another text"):
         evaluate(tmp_path, text=[str(tmp_path / "with.txt")])
     with pytest.raises(UserError, match=f"a prompt {problem}: give another text"):

@@ -210,7 +210,7 @@ def test_what_cannot_be_generated_from_is_refused():
         (lambda: model(tokens(length=13)), "input has 13 tokens; .* at most 12, the context"),
         (lambda: model.generate(short, max_new_tokens=9), "4 tokens and 9 new .*, 13 together"),
         (lambda: model(short, past_key_values=cache), "has 4 tokens and the cache 12; "),
-        (lambda: model(short[:1], past_key_values=few), "has 1 texts, and the cache 3: give as "),
+        (lambda: model(short[:1], past_key_values=few), "has 1 texts, but the cache 3: give as "),
         (lambda: model(short, past_key_values=DynamicCache()), "DynamicCache given; .* a Mixing"),
         (lambda: model(short, position_ids=short), "position_ids given; a masked mixer reads "),
         (lambda: model(short, attention_mask=narrow), r"has shape \(3, 1\); allowed: \(3, 4\)"),
@@ -244,7 +244,7 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
     with pytest.raises(UserError, match="the prompt has .* context of .* is 64: ask for fewer"):
         write("def read(self, size): " * 20)
     for prompt, temperature, seed, words in (
-        ("def", -1.0, 0, "--temperature -1 --seed 0; allowed: 1 or more, 0 or more"),
+        ("def", -1.0, 0, "--temperature -1 --seed 0; allowed, in this order: 1 or more, 0"),
         ("def", float("nan"), 0, "--temperature nan"),
         ("def", float("inf"), 0, "--temperature inf"),
         ("a\udcff", 0.0, 0, r"a prompt is 'a\\udcff'; allowed: a token"),
@@ -258,7 +258,7 @@ def test_the_command_needs_an_end_token_for_several_prompts_alone(tokenizer, tmp
     lively_model(vocab_size=300).save_pretrained(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
     assert continuations(str(tmp_path), ["def"], 2, 0.0, 0)[0].startswith("def")
-    with pytest.raises(UserError, match="no token to pad or end a text: give one prompt"):
+    with pytest.raises(UserError, match="no padding or EOS token: give only one prompt"):
         continuations(str(tmp_path), ["def", "def read"], 2, 0.0, 0)
 
 

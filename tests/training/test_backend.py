@@ -1,4 +1,4 @@
-"""What auto takes before a run's first step: on a CPU, with made-up times in place of a GPU's."""
+"""What auto uses before a run's first step: on a CPU, with made-up times in place of a GPU's."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from mixer.models.masked_mixer import convolution as layers
 from mixer.training import backend as module
 from mixer.training import start
 
-TAKES = "token mixing: auto takes"
+USES = "token mixing: auto uses"
 
 
 def made_up() -> None:
@@ -58,8 +58,8 @@ def begin(write_config, launch):
 
 def test_processes_take_what_the_first_finds_faster(begin, tmp_path):
     output = begin([1.5, 2.0], []).succeed()
-    said = f"{TAKES} dense, the faster on Tesla V100: dense 1.500 ms, cuda 2.000 ms"
-    assert said in output and output.count(TAKES) == 1
+    said = f"{USES} dense, the faster on Tesla V100: dense 1.500 ms, cuda 2.000 ms"
+    assert said in output and output.count(USES) == 1
     assert "process 0 runs triangular_conv by dense" in output
     assert "process 1 runs triangular_conv by dense" in output and "by cuda" not in output
     config = json.loads((tmp_path / "runs/small/step-12/config.json").read_text())
@@ -70,8 +70,8 @@ def test_keyed_mixing_and_what_is_between_have_a_race_each(begin, tmp_path):
     keyed = ["model.mixer_key_size=4", "model.num_mixer_heads=2", "model.mixer_keyed_every=2"]
     changes = [*keyed, "model.mixing_init=shift", "model.num_hidden_layers=2"]
     output = begin([1.5, 2.0, 4.0, 3.0], changes=changes).succeed()
-    assert f"{TAKES} dense, " in output and "runs triangular_conv by dense" in output
-    assert "keyed mixing: auto takes cuda, the faster on Tesla V100: dense 4.000 ms" in output
+    assert f"{USES} dense, " in output and "runs triangular_conv by dense" in output
+    assert "keyed mixing: auto uses cuda, the faster on Tesla V100: dense 4.000 ms" in output
     assert "process 0 runs keyed_conv by cuda" in output
     kept = json.loads((tmp_path / "runs/small/step-12/trainer_state/trainer.json").read_text())
     assert kept["mixing"] == {"backend": "dense", "keyed_backend": "cuda"}
@@ -81,7 +81,7 @@ def test_a_resume_keeps_the_choice_although_the_times_have_changed(begin, tmp_pa
     begin([1.5, 2.0], name="whole").succeed()
     parts = begin([1.5, 2.0], name="parts", changes=["checkpoint.save_every=5"])
     parts.until((tmp_path / "runs/parts/step-5").exists).kill()
-    assert f"{TAKES} dense, as the run did before" in begin([], name="parts").succeed()
+    assert f"{USES} dense, as the run did before" in begin([], name="parts").succeed()
     assert_same(tmp_path / "runs/parts", tmp_path / "runs/whole", 12)
 
 
@@ -94,7 +94,7 @@ def test_a_checkpoint_with_a_backend_that_is_gone_goes_on_by_a_new_choice(begin,
     listed = {"trainer_state/trainer.json": {"size": file.stat().st_size, "sha256": sha256(file)}}
     listing.write_text(json.dumps(json.loads(listing.read_text()) | listed))
     output = begin([2.0, 1.0], changes=["train.steps=13"]).succeed()
-    assert f"{TAKES} cuda, the faster" in output
+    assert f"{USES} cuda, the faster" in output
     assert "process 0 runs triangular_conv by cuda" in output
 
 
@@ -102,9 +102,9 @@ def test_a_checkpoint_with_a_backend_that_is_gone_goes_on_by_a_new_choice(begin,
     ("kernels", "said"),
     [
         ("missing", "without cuda: UserError: there is no nvcc"),
-        ("wrong", "without cuda: its results are wrong on this GPU: y is"),
+        ("wrong", "without cuda: its results are wrong on this GPU: y differs"),
     ],
 )
 def test_kernels_that_are_missing_or_wrong_are_left_out(begin, kernels, said):
     output = begin([9.0, 1.0], kernels=kernels, changes=["train.steps=4"]).succeed()
-    assert f"{TAKES} dense, {said}" in output
+    assert f"{USES} dense, {said}" in output

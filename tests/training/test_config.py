@@ -49,7 +49,7 @@ def test_every_problem_is_reported_at_once(tmp_path):
         "optim.schedule = 'cosin'; allowed: cosine, linear, constant",
         "unknown key lr = 1; did you mean optim.lr?",
         "data.packed = 'maybe'; allowed: true or false",
-        "model.num_mixer_heads = 3 and hidden_size = 1024; allowed: heads that divide it",
+        "model.num_mixer_heads = 3 and hidden_size = 1024; allowed: heads that divide the size",
         "optim.beta1 = 1.0; allowed: a finite number, 0 or more and below 1",
         "seed: '[' cannot be read as a YAML value: ",
         "'nonsense' on the command line: write overrides as section.key=value",

@@ -105,7 +105,7 @@ def test_what_cannot_fit_into_memory_is_refused_before_the_first_step(write_conf
 
 
 def test_kernels_without_a_gpu_are_refused_before_anything_is_written(write_config, tmp_path):
-    with pytest.raises(UserError, match="is cuda, and training is on the cpu; allowed .* dense"):
+    with pytest.raises(UserError, match="is cuda, but training is on the cpu; allowed .* dense"):
         train(load_config(str(write_config()), ["model.mixing_backend=cuda"]))
     assert not (tmp_path / "runs").exists()
 

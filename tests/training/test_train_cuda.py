@@ -236,7 +236,7 @@ def test_kernels_of_older_gpus_have_the_losses_of_plain_pytorch(
     environment = ON_GPU | {"KERNELS": str(capability)}
     options = {"environment": environment, "before": kernels_of_older_gpus}
     output = launch(*command, "name=kernels", **options).succeed()
-    assert "takes 'dense'" not in output
+    assert "uses 'dense'" not in output
     dense = ("name=dense", "model.mixing_backend=dense")
     launch(*command, *dense, environment=ON_GPU).succeed()
     kernels, dense = (read_losses(tmp_path / "runs" / name) for name in ("kernels", "dense"))

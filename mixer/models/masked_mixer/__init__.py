@@ -1,4 +1,4 @@
-"""The masked mixer, a model of transformers:
+"""The masked mixer, a transformers model:
 
 modeling       the model; start reading here: MLP, block, embedding, head, loss, padding
 mixing         token mixing and its variants: flat, gated, keyed; linear layers, nonlinearities
@@ -7,6 +7,6 @@ configuration  the model's options, and its code beside a saved model
 cache          generation: the inputs of earlier tokens, or their sum, and CUDA graphs
 loops          what transformers' generate() and Trainer ask of the model
 
-These files are copied beside every saved model with the files of mixer/ops and mixer/common that
-they import, so they import nothing else of this package.
+Every saved model gets a copy of these files, and of the files of mixer/ops and mixer/common that
+they import. So they import nothing else from this package.
 """

@@ -24,16 +24,16 @@ FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class MixingCache(Cache):
-    """What each convolution keeps of a text, by its place: its inputs or their sum. Give it to
-    `forward` as past_key_values. `length` counts columns of the batch with their padding, as
-    transformers does; `positions` (batch or 1, new) int64 is where the new tokens stand.
+    """What each convolution keeps of a text, by place: its inputs or their sum. Pass the cache to
+    `forward` as past_key_values. `length` counts columns of the batch including padding, as
+    transformers does; `positions` (batch or 1, new) int64 are those of the new tokens.
 
-    static: no shape changes between decoding steps. On one GPU, the first is captured as a CUDA
-    graph, which is replayed for later ones, also after `reset()`, until the parameters move or the
-    batch has another size. Hooks on modules do not run in it. Adapters that are added or merged
-    later, and parameters replaced by load_state_dict with assign=True, need a new cache.
+    static: shapes do not change between decoding steps. On one GPU, the first step is captured as a
+    CUDA graph and replayed for later steps, even after `reset()`, until the parameters move or the
+    batch size changes. Module hooks do not run in the graph. After adding or merging an adapter, or
+    replacing parameters by load_state_dict with assign=True, create a new cache.
 
-    room: for so many columns, by default the context. A cache that is not static makes more.
+    room: columns to allocate, by default the context. A cache that is not static grows on demand.
     """
 
     def __init__(self, config, static: bool = False, room: int = 0):
@@ -50,11 +50,11 @@ class MixingCache(Cache):
 
     @property
     def longest_text(self) -> float:
-        """Columns that there can be room for."""
+        """The most columns that the cache can hold."""
         return self.room if self.static and self.is_croppable else math.inf
 
     def memory(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is kept at a place: zeros where a text begins, or what an earlier text left."""
+        """The tensor kept at a place: zeros for a new text, or what an earlier text left."""
         kept, wanted = self.kept.get(place), (shape, dtype, x.device)
         if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
             self.kept[place] = x.new_zeros(shape, dtype=dtype)
@@ -105,7 +105,7 @@ class MixingCache(Cache):
         return self.config.mixing_weight not in RECURRENT
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove columns; transformers 5.4 gives the length to keep."""
+        """Drops the last -tokens_to_remove columns; transformers 5.4 passes the length to keep."""
         if not self.is_croppable:
             raise ValueError(
                 "a recurrent mixing weight keeps a sum, which cannot forget tokens: leave out "
@@ -120,7 +120,7 @@ class MixingCache(Cache):
         return 0 if self.is_empty else len(next(iter(self.kept.values())))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each text as often as that, such as a prompt that several texts continue."""
+        """Repeats each text, such as a prompt that several texts continue."""
         self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:

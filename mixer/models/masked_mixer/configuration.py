@@ -1,5 +1,5 @@
-"""The options of a masked mixer, written only here, for a run's section `model` and its checks too;
-and the configuration of a model as transformers saves and loads it.
+"""The options of a masked mixer, defined only here, also for a run's section `model` and checks;
+and the model's configuration as transformers saves and loads it.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ NAMES = tuple(item.name for item in dataclasses.fields(ModelOptions))
 
 
 def shape_problems(options: MixerOptions) -> list[str]:
-    """One line for each rule that options break together, each being allowed by itself."""
+    """One line for each rule broken by options that are allowed alone, but not together."""
     heads, taps, keys = options.num_mixer_heads, options.mixer_kernel_size, options.mixer_key_size
     gate, every, form = options.mixer_gate, options.mixer_keyed_every, options.mixing_weight
     expansion, decay = options.mixer_expansion, options.mixing_decay
@@ -114,23 +114,23 @@ def shape_problems(options: MixerOptions) -> list[str]:
     of_keys = " ".join(n for n in OF_KEYS if getattr(options, n) != getattr(MixerOptions, n))
     # The options, what is allowed of them, and whether a model breaks the rule.
     rules = {
-        "num_mixer_heads hidden_size: heads that divide it": options.hidden_size % heads,
+        "num_mixer_heads hidden_size: heads that divide the size": options.hidden_size % heads,
         "mixer_expansion mixer_gate mixer_key_size: expansion alone": expansion and (gate or keys),
-        "mixer_gate mixer_key_size mixer_keyed_every: every above 1 for both": gate and in_all,
+        "mixer_gate mixer_key_size mixer_keyed_every: mixer_keyed_every above 1": gate and in_all,
         "mixer_projections mixer_gate mixer_key_size: true with gate, or keys in all blocks": (
             (gate or in_all) and not options.mixer_projections
         ),
         f"{of_keys}: with a mixer_key_size, such as 64": of_keys and not keys,
-        "mixer_key_size mixer_kernel_size: one tap with keys": keys and taps > 1,
-        "mixer_keyed_every num_hidden_layers: no more than the blocks": (
+        "mixer_key_size mixer_kernel_size: kernel size 1 with keys": keys and taps > 1,
+        "mixer_keyed_every num_hidden_layers: at most the number of blocks": (
             keys and every > options.num_hidden_layers
         ),
-        "mixer_rotary mixer_key_size: even sizes": options.mixer_rotary and keys % 2,
+        "mixer_rotary mixer_key_size: an even size": options.mixer_rotary and keys % 2,
         "value_embeddings mixer_keyed_every: a multiple, as only keyed mixing has values": (
             keys and options.value_embeddings % every
         ),
         "mixing_weight mixer_key_size: full or lags with keys": recurrent and keys,
-        "mixing_weight mixer_kernel_size: full or lags with taps": recurrent and taps > 1,
+        "mixing_weight mixer_kernel_size: full or lags with several taps": recurrent and taps > 1,
         "mixing_weight mixing_init: reference or zero with a recurrence": recurrent and shift,
         "mixing_init mixing_weight mixer_key_size: shift with lags and keys": (
             keys and form == "lags" and not shift
@@ -146,8 +146,8 @@ def shape_problems(options: MixerOptions) -> list[str]:
 
 
 class MaskedMixerConfig(PreTrainedConfig):
-    """The configuration of a masked mixer: fields of ModelOptions, and what PreTrainedConfig takes.
-    Raises ValueError for values that are not allowed, or not together.
+    """The configuration of a masked mixer: the fields of ModelOptions, and what PreTrainedConfig
+    takes. Raises ValueError for values that are not allowed, alone or together.
     """
 
     model_type = "masked_mixer"
@@ -165,7 +165,7 @@ class MaskedMixerConfig(PreTrainedConfig):
 
     @property
     def longest_text(self) -> float:
-        """How many tokens the model reads at most: the context, or without end."""
+        """The most tokens that the model reads: the context, or infinity."""
         return self.max_position_embeddings if self.mixing_weight == "full" else math.inf
 
     def save_pretrained(self, save_directory, **kwargs) -> None:
@@ -176,8 +176,8 @@ class MaskedMixerConfig(PreTrainedConfig):
 
 
 def copy_code(directory: Path) -> None:
-    """Copies the files of the model into a directory, and those of mixer/ops and mixer/common that
-    they import. There all stand side by side, so imports of these become relative.
+    """Copies the model's files into a directory, and the files of mixer/ops and mixer/common that
+    they import. All are in one folder there, so these imports become relative.
     """
     directory.mkdir(parents=True, exist_ok=True)
     elsewhere = (Path(inspect.getfile(part)) for part in (option, triangular_conv))

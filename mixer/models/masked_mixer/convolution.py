@@ -45,9 +45,9 @@ class TriangularConv(nn.Module):
     `mixer.ops.triangular_conv` defines it. With several taps, weight[i, j] is a convolution over
     the channels.
 
-    The parameters are `weight` (heads, taps, context, context), out then in, and `bias` (heads,
-    context). A subclass may compute the weight from others: see `make_weight`, `mixing_weight` and
-    `set_mixing_weight`.
+    The parameters are `weight` (heads, taps, context, context), output first, and `bias` (heads,
+    context). A subclass may compute the weight from other parameters: see `make_weight`,
+    `mixing_weight` and `set_mixing_weight`.
     """
 
     place: Place = (0, 0)  # in the model, which sets it
@@ -68,12 +68,12 @@ class TriangularConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(square))
 
     def mixing_weight(self) -> Tensor:
-        """(heads, taps, context, context), out then in; the strictly upper triangle is not read."""
+        """(heads, taps, context, context), output first; the strict upper triangle is not read."""
         return self.weight
 
     @torch.no_grad()
     def set_mixing_weight(self, weight: Tensor) -> None:
-        """Gives the parameters the values for the lower triangle of `weight`, or the nearest."""
+        """Sets the parameters so that they give the lower triangle of `weight`, or nearly."""
         self.weight.copy_(weight.tril())
 
     def operands(self) -> dict[str, Tensor | None]:
@@ -85,18 +85,18 @@ class TriangularConv(nn.Module):
         return rows_at(positions, self.mixing_weight(), inputs)
 
     def kind_of(self, name: str) -> str:
-        """What the optimizer takes a parameter for, a field of `mixer.training.optim.Kinds`."""
+        """The optimizer's kind of a parameter: a field of `mixer.training.optim.Kinds`."""
         return {"weight": "mixing", "lags": "lags"}.get(name, "vectors")
 
     def flops(self, tokens: int) -> int:
-        """Floating-point operations of one sequence's token mixing, of the triangle alone."""
+        """FLOPs of one sequence's token mixing, of the triangle alone."""
         return self.channels * self.taps * tokens * (tokens + 1)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
     ) -> Tensor:
         """residual + the convolution of x, both (batch, tokens, channels). With a past, x continues
-        its tokens, and needs only its own rows of the weight.
+        the past's tokens, and needs only its own rows of the weight.
         """
         given = {"bias": self.bias, "residual": residual, "backend": self.backend}
         given |= self.operands()
@@ -159,8 +159,8 @@ class TriangularConv(nn.Module):
 
 
 class KeyedConv(TriangularConv):
-    """A triangular convolution whose weights are scaled by how well the query of a token fits the
-    keys of others, as `mixer.ops.keyed_conv` defines it.
+    """A triangular convolution whose weights are scaled by how well a token's query matches other
+    tokens' keys, as `mixer.ops.keyed_conv` defines it.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -185,8 +185,8 @@ class KeyedConv(TriangularConv):
         return weight_by_lag(torch.zeros_like(weight[..., 0]), self._decays(), self.context)
 
     def _decays(self) -> Tensor:
-        """In place of shifts, (heads,): weights fall by exp(-lag * decay), and those of a token add
-        up to 1. So while all keys fit alike, a head is a mean of earlier tokens.
+        """Instead of shifts, (heads,): weights fall by exp(-lag * decay), and a token's weights add
+        up to 1. While all keys match equally, a head is thus a mean of earlier tokens.
         """
         spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
         return 1 / torch.tensor(spans, device=self.bias.device)
@@ -197,8 +197,8 @@ class KeyedConv(TriangularConv):
 
 
 class LagConv(TriangularConv):
-    """A TriangularConv whose parameters are `lags` (heads, taps, context) and `bias`. It takes
-    texts of any length, of which a token mixes the last `context` tokens.
+    """A TriangularConv whose parameters are `lags` (heads, taps, context) and `bias`. Texts may
+    have any length; each token mixes the last `context` tokens.
     """
 
     def make_weight(self) -> None:
@@ -228,7 +228,7 @@ class LagConv(TriangularConv):
 
 
 class KeyedLagConv(LagConv, KeyedConv):
-    """A KeyedConv with `lags` (heads, 1, context), which are added to what a head starts from: a
+    """A KeyedConv with `lags` (heads, 1, context). They are added to a head's initial weights: a
     mean of earlier tokens by `decay` (heads,), which is not trained.
     """
 
@@ -245,13 +245,13 @@ class KeyedLagConv(LagConv, KeyedConv):
 
 
 class RecurrentConv(TriangularConv):
-    """A triangular convolution by a running sum, s[i] = d s[i - 1] + x[i] (arXiv 2605.08696), which
-    is all that generation keeps, however long the text. A head by row returns scale[i] s[i], a head
-    by column sums up scale[j] x[j]: W[i, j] is scale[i] d^(i - j), or scale[j] d^(i - j).
+    """A triangular convolution by a running sum, s[i] = d s[i - 1] + x[i] (arXiv 2605.08696).
+    Generation keeps only this sum, however long the text. A head by row returns scale[i] s[i], a
+    head by column sums scale[j] x[j]: W[i, j] is scale[i] d^(i - j), or scale[j] d^(i - j).
 
     The parameters are `scale` (heads, 1, context), `bias` (heads, context) and, if the
     configuration has mixing_decay, `decay` (heads,): 1 - d^span, because half precision has few
-    numbers just below 1. Tokens beyond the context have the scale and the bias of its last one.
+    numbers just below 1. Tokens past the context use the last position's scale and bias.
     """
 
     def make_weight(self) -> None:

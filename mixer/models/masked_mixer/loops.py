@@ -17,9 +17,9 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(MaskedMixerConfig.model_type, "Mask
 
 
 class InTransformersLoops(GenerationMixin):
-    """The Trainer gives each micro-batch of a step num_items_in_batch, the number of labels in all
-    of them. As it ignores attention_mask, it would also count the first token after padding on the
-    left, which nothing predicts.
+    """The Trainer passes num_items_in_batch to each micro-batch of a step: the number of labels in
+    the whole step. It ignores attention_mask, so it would also count the first token after padding
+    on the left, which nothing predicts.
     """
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
@@ -42,8 +42,8 @@ class InTransformersLoops(GenerationMixin):
 
     @staticmethod
     def predicted_labels(labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """labels (batch, tokens) with -100 for the first token of each text. attention_mask is that
-        of `forward`.
+        """labels (batch, tokens) with -100 for the first token of each text. attention_mask is as
+        in `forward`.
         """
         mask = labels.new_ones(labels.shape) if attention_mask is None else attention_mask
         seen = mask.to(labels.device).bool().cumsum(1)[:, -labels.shape[1] :]
@@ -51,7 +51,7 @@ class InTransformersLoops(GenerationMixin):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Whether the Trainer gives num_items_in_batch. It asks this before it counts anything."""
+        """Whether the Trainer passes num_items_in_batch. It asks before it counts any labels."""
         from transformers import Trainer  # slow to import, except where there is a Trainer already
 
         if not hasattr(Trainer._get_num_items_in_batch, "__wrapped__"):
@@ -60,7 +60,7 @@ class InTransformersLoops(GenerationMixin):
 
 
 def _of_predicted(count):
-    """The Trainer's method that counts labels, but of masked mixers the predicted ones alone."""
+    """The Trainer's method that counts labels; for masked mixers, only predicted labels count."""
 
     @wraps(count)
     def counted(trainer, batches, device):

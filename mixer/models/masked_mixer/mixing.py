@@ -1,4 +1,4 @@
-"""Token mixing: what a masked mixer has in place of attention (arXiv 2409.01482, section 2).
+"""Token mixing: what a masked mixer has instead of attention (arXiv 2409.01482, section 2).
 
 A block calls a variant as mixing(x, residual, past), which returns residual + mix(x), each (batch,
 tokens, channels). Variants are built around convolutions, to which they pass `past`. A new one is a
@@ -21,8 +21,8 @@ BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BAS
 
 
 class Linear(nn.Linear):
-    """nn.Linear, or several with the same input as one, whose outputs stand side by side. `parts`
-    has the out_features of each, for an optimizer of whole matrices.
+    """One nn.Linear, or several with the same input, whose outputs are concatenated. `parts` has
+    the out_features of each, for optimizers of whole matrices.
     """
 
     def __init__(self, in_features: int, *parts: int, bias: bool = True):
@@ -31,7 +31,7 @@ class Linear(nn.Linear):
 
 
 def convolution(config: MaskedMixerConfig, heads: int | None = None) -> TriangularConv:
-    """The convolution with the configuration's mixing weight; `heads` in place of its heads."""
+    """The convolution with the configuration's mixing weight; `heads` overrides its heads."""
     form = config.mixing_weight
     if form in RECURRENT:
         return RecurrentConv(config, heads)
@@ -39,10 +39,10 @@ def convolution(config: MaskedMixerConfig, heads: int | None = None) -> Triangul
 
 
 class Flat(nn.Module):
-    """One triangular convolution, or with mixer_expansion two with a GELU between. With one head it
-    is the paper's flat mixer. Several heads mix their own channels between two projections; without
-    mixer_projections nothing but the MLP connects the heads. Between blocks of keyed mixing it has
-    no projections, and with mixer_projections one head.
+    """One triangular convolution, or with mixer_expansion two with a GELU between them. With one
+    head, it is the paper's flat mixer. Several heads mix their own channels between two
+    projections; without mixer_projections, only the MLP connects the heads. Between keyed blocks
+    there are no projections, and with mixer_projections there is one head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -70,10 +70,10 @@ class Flat(nn.Module):
 
 
 class Gated(nn.Module):
-    """out_proj(query * mix(key * value)), each of the three a projection of x: a token decides,
-    channel by channel, what it offers to others and what it takes of them. Apart from the
-    convolution, Hyena with two gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052) do so.
-    in_proj holds the projections: queries, keys, values, each laid out head after head.
+    """out_proj(query * mix(key * value)), with all three projected from x: a token decides, channel
+    by channel, what it offers to others and what it takes from them. With other convolutions, Hyena
+    with two gates (arXiv 2302.10866, section 3) and H3 (arXiv 2212.14052) do the same. in_proj has
+    the projections in the order queries, keys, values, each laid out head after head.
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -89,14 +89,14 @@ class Gated(nn.Module):
 
 
 class Keyed(nn.Module):
-    """out_proj(mixed values), where a KeyedConv or attention mixes them by queries and keys, all
-    three projections of x: so a token finds earlier ones by what they are, and not by distance
-    alone. in_proj holds the projections as in Gated.
+    """out_proj(mixed values): a KeyedConv or attention mixes values by queries and keys, all three
+    projected from x. A token thus finds earlier ones by content, and not by distance alone. in_proj
+    has the projections as in Gated.
 
     Before their products, queries and keys may get an RMS norm in each head (arXiv 2010.04245) with
-    a learned gain of the queries, and a rotation by position (arXiv 2104.09864). Before that, keys
-    may get a learned share of the token's before, channel by channel: so a query can look for what
-    follows a token like its own (arXiv 2209.11895, "induction heads").
+    a learned gain of the queries, and a rotation by position (arXiv 2104.09864). Before that, a key
+    may get a learned share of the previous token's key, channel by channel. A query can then look
+    for what follows a token like its own (arXiv 2209.11895, "induction heads").
     """
 
     def __init__(self, config: MaskedMixerConfig):
@@ -121,7 +121,7 @@ class Keyed(nn.Module):
         rotation: tuple[Tensor, Tensor] | None = None,
         values: Tensor | None = None,
     ) -> Tensor:
-        """rotation: as `rotations` gives it; values: (batch, tokens, channels), to be added."""
+        """rotation: from `rotations`; values: (batch, tokens, channels), added to the values."""
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
         if self.key_share is not None:
             key = key + self.key_share.to(key.dtype) * self._previous(key, past)
@@ -133,7 +133,7 @@ class Keyed(nn.Module):
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
     def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
-        """Of key (batch, tokens, channels) the one before each, zero before the first."""
+        """Of key (batch, tokens, channels), each token's previous key; zero for the first token."""
         if past is None:
             return F.pad(key[:, :-1], (0, 0, 1, 0))
         keys = past.append(self.place, by_head(key, 1))[:, 0]  # (batch, length, channels)
@@ -143,8 +143,8 @@ class Keyed(nn.Module):
 
 
 class Turn(nn.Module):
-    """`turn` with a learned gain of `size` numbers; 0: without. It is a module because accelerate
-    brings weights from a disk when their module is called.
+    """`turn` with a learned gain of `size` numbers; 0: no gain. It is a module because accelerate
+    loads offloaded weights when their module is called.
     """
 
     def __init__(self, size: int):
@@ -156,8 +156,8 @@ class Turn(nn.Module):
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles by which a key of `size` numbers is turned at positions (batch
-    or 1, tokens): two of (batch or 1, tokens, size / 2) fp32.
+    """Cosine and sine of the angles that rotate a key of `size` numbers at positions (batch or 1,
+    tokens): two of (batch or 1, tokens, size / 2) fp32.
     """
     places = torch.arange(0, size, 2, device=positions.device)
     angles = positions[..., None] * BASE ** (-places / size)

@@ -1,6 +1,6 @@
 """The masked mixer, a causal language model for transformers (arXiv 2409.01482, section 2).
 
-A block is that of a transformer with a learned triangular convolution in place of attention:
+A block is a transformer's, with a learned triangular convolution instead of attention:
 
     x = x + mix(LN(x));  x = x + MLP(LN(x))
 
@@ -87,7 +87,7 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """The author's initial weights: PyTorch's own defaults, or those of kaiming_init."""
+        """The author's initial weights: PyTorch's defaults, or those of kaiming_init."""
         zero_init, kaiming_init = self.config.zero_init, self.config.kaiming_init
         if isinstance(module, TriangularConv):
             module.reset_parameters()
@@ -122,12 +122,12 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
 
 class Places:
-    """Where the new tokens of a batch stand, by an attention mask (batch, past + new) or None. The
-    model works on `gather(input_ids)`: the tokens of each text at the front, and padding behind
-    them, where no token can see it. `restore` puts the results back into the input's columns. A
-    padded place gets the result of the last token before it, so that the last column, which
-    `generate` reads, has the prediction of every text, whichever side is padded. Before the first
-    token stand zeros: a loss over all columns would learn from anything else there.
+    """The positions of a batch's new tokens, by an attention mask (batch, past + new) or None. The
+    model works on `gather(input_ids)`: each text's tokens come first, and its padding after them,
+    where no token can see it. `restore` puts the results back into the input's columns. A padded
+    position gets the result of the last token before it: `generate` reads the last column, which so
+    has every text's prediction, whichever side is padded. Positions before the first token get
+    zeros: a loss over all columns would learn from anything else there.
     """
 
     def __init__(self, mask: Tensor | None, new: int):
@@ -189,7 +189,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """For arguments and errors see MaskedMixerForCausalLM.forward."""
+        """For arguments and errors, see MaskedMixerForCausalLM.forward."""
         self._check(input_ids, attention_mask, past_key_values, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
             use_cache = False  # a block that is computed again would write to it twice
@@ -213,7 +213,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         self, input_ids: Tensor, past: MixingCache | None, states: list[Tensor] | None = None
     ) -> Tensor:
         """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
-        is filled with the embedding and the output of each block, the last one after the norm.
+        is filled with the embedding and each block's output, the last one after the norm.
         """
         (x,) = in_autocast_dtype(self.embed_tokens(input_ids))
         rotation = None
@@ -241,7 +241,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if input_ids is None or odd:
             raise ValueError(
                 f"{' and '.join(odd) or 'no input_ids'} given; a masked mixer reads input_ids, an "
-                "attention_mask for padding, and as past_key_values a MixingCache"
+                "attention_mask for padding, and a MixingCache as past_key_values"
             )
         (batch, new), longest = input_ids.shape, self.config.longest_text
         past = cache.length if cache is not None else 0
@@ -251,13 +251,13 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             raise ValueError(
                 f"the input has {new} tokens{before}; allowed: 1 or more, and together at most "
                 f"{longest}, the context or the room of a static cache: give another input, "
-                "call past_key_values.reset() before another text, or use a larger MixingCache"
+                "call past_key_values.reset() before a new text, or use a larger MixingCache"
             )
         if past and cache.batch != batch:
             raise ValueError(
-                f"input_ids has {batch} texts, and the cache {cache.batch}: give as many, call "
-                "past_key_values.reset() before other texts, or batch_repeat_interleave(n) where "
-                "n texts continue each of the cache's"
+                f"input_ids has {batch} texts, but the cache {cache.batch}: give as many, call "
+                "past_key_values.reset() before new texts, or batch_repeat_interleave(n) if n "
+                "texts continue each text of the cache"
             )
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
@@ -267,7 +267,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
 class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, GenerationMixin):
     """The language model: MaskedMixerModel and lm_head. AutoModelForCausalLM.from_pretrained loads
-    one after `import mixer`, and with trust_remote_code=True without it.
+    it after `import mixer`, or without this package with trust_remote_code=True.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -290,14 +290,14 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
         """Next-token logits, and the mean cross-entropy in nats if labels are given.
 
         Args:
-            input_ids: (batch, tokens) int64. With those in the cache there may be as many tokens as
-                the context has with full mixing weights, and any number with others.
+            input_ids: (batch, tokens) int64. With full mixing weights, these and the tokens in the
+                cache must fit into the context; other weights have no limit.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
-                on either side. Each text is computed as if it stood alone; a padded place repeats
-                the logits of the token before it, and has zeros where there is none.
+                on either side. Each text is computed as if it stood alone. A padded position
+                repeats the logits of the token before it, or has zeros if there is none.
             labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
-                tokens that are not scored. The first token of a text never is.
-            logits_to_keep: of how many last tokens, or of which positions; 0 for all.
+                tokens that are not scored. The first token of a text is never scored.
+            logits_to_keep: the number of last tokens, or the positions; 0: all.
             past_key_values: the cache that an earlier call returned; it is changed in place.
             use_cache: return a cache. While training with gradient checkpointing there is none.
             output_hidden_states: return the embedding and the output of each block, the last one
@@ -305,8 +305,8 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
             num_items_in_batch: the loss is a sum divided by this number, in place of a mean.
 
         Returns logits (batch, kept tokens, vocab_size), loss, past_key_values and hidden_states.
-        Raises ValueError for more tokens than the context has, another shape of attention_mask, and
-        what this model does not read: inputs_embeds, position_ids, other caches.
+        Raises ValueError if the tokens exceed the context, if attention_mask has another shape, and
+        for arguments that this model does not read: inputs_embeds, position_ids, other caches.
         """
         output = self.model(input_ids, attention_mask, **kwargs | {"return_dict": True})
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -322,12 +322,12 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
         )
 
     def flops_per_token(self) -> dict[str, float]:
-        """Floating-point operations of one training step, forward and backward, per token of a text
-        as long as the context; a multiplication and an addition are two.
+        """FLOPs of one training step, forward and backward, per token of a text as long as the
+        context; a multiplication and an addition count as two.
 
-        Returns `useful`: every product that the model is defined by, of a triangle its exact half,
-        but not norms, nonlinearities, embedding and softmax, as is customary; and `token_mixing`,
-        the part of it that is spent in the triangular convolutions.
+        Returns `useful`: all matrix products of the model, with exactly half of each square for a
+        triangle, but as usual no norms, nonlinearities, embedding and softmax; and `token_mixing`,
+        the part of these in the triangular convolutions.
         """
         tokens, parts = self.config.max_position_embeddings, list(self.modules())
         linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))
