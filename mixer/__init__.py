@@ -13,8 +13,8 @@ from mixer.common.errors import UserError, end_at_interrupt
 # Ctrl-C is one line also while a command imports what follows, which takes seconds.
 if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == Path(__file__).parents[1]:
     sys.excepthook = end_at_interrupt
-# Threads that wait for work sleep, rather than spin on a core that another process could use: where
-# all cores are busy, training is ten times as fast. It is read when PyTorch is loaded.
+# Idle threads sleep rather than spin on a core that another process could use: where all cores are
+# busy, training is ten times as fast. PyTorch reads the variable when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -59,7 +59,7 @@ class Trainer:
         self.run, self.world, self.accelerator = run, world, world.accelerator
         self.device, self.scaler = world.device, world.accelerator.scaler
         torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-        # Of the processes of a host one prepares the data, while the others wait for its lock.
+        # One process of each host prepares the data, while the others wait for its lock.
         context = run.model.max_position_embeddings
         self.data = data = open_data(run.data, context, run.is_contrastive, world.say)
         world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)

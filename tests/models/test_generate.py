@@ -248,7 +248,7 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
         ("def", float("nan"), 0, "--temperature nan"),
         ("def", float("inf"), 0, "--temperature inf"),
         ("a\udcff", 0.0, 0, r"a prompt is 'a\\udcff'; allowed: a token"),
-        ("def", 0.0, -1, "--seed -1; allowed: .*0 to"),
+        ("def", 0.0, -1, "--seed -1; allowed, .*0 to"),
     ):
         with pytest.raises(UserError, match=words):
             continuations(str(tmp_path), [prompt], 4, temperature, seed)

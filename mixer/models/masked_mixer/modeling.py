@@ -144,7 +144,7 @@ class Places:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
 
     def positions(self, earlier: int, device: torch.device, mark_padding: bool) -> Tensor:
-        """Of the gathered tokens, behind `earlier` columns in the cache: (batch or 1, new) int64.
+        """Of the gathered tokens, after `earlier` columns in the cache: (batch or 1, new) int64.
         Padding stands behind each text, or at -1 if it is to be marked.
         """
         place = torch.arange(self.new, device=device)
