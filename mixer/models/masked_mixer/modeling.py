@@ -246,12 +246,14 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         (batch, new), longest = input_ids.shape, self.config.longest_text
         past = cache.length if cache is not None else 0
         longest = longest if cache is None else min(longest, cache.longest_text)
-        if new == 0 or past + new > longest:
+        if new == 0:
+            raise ValueError("input_ids has no token; allowed: 1 or more")
+        if past + new > longest:
             before = f" and the cache {past}" if past else ""
             raise ValueError(
-                f"the input has {new} tokens{before}; allowed: 1 or more, and together at most "
-                f"{longest}, the context or the room of a static cache: give another input, "
-                "call past_key_values.reset() before a new text, or use a larger MixingCache"
+                f"the input has {new} tokens{before}; allowed: together at most {longest}, the "
+                "context or the room of a static cache: give a shorter input, call "
+                "past_key_values.reset() before a new text, or use a larger MixingCache"
             )
         if past and cache.batch != batch:
             raise ValueError(
