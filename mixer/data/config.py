@@ -14,7 +14,6 @@ from mixer.common.options import has_type, option, option_problems
 SPLITS = ("train", "validation")
 FILE_SOURCES = ("text", "jsonl", "parquet")
 TASKS = ("copy", "recall", "needle")  # see mixer/data/tasks.py
-SMALLEST_VOCABULARY = 257  # 256 bytes and <|endoftext|>
 # Options that name text, and the sources that read them. Others refuse them.
 READ_BY = {
     "path": (*FILE_SOURCES, "hub"),
@@ -50,8 +49,9 @@ class DataConfig:
     text_field: str = option("text", "jsonl, parquet, hub: the field with the text")
     pair_field: str = option("", "jsonl, parquet, hub: the field with the text's partner")
     tokenizer: str = option("train", "a directory or hub name; train: a new byte-level BPE")
+    # At least 256 bytes and <|endoftext|>.
     vocab_size: int = option(
-        8000, "vocabulary size of a new BPE or a task", at_least=SMALLEST_VOCABULARY, at_most=2**20
+        8000, "vocabulary size of a new BPE or a task", at_least=257, at_most=2**20
     )
     pairs: int = option(
         0, "recall, needle (in training): pairs per sample; 0: all that fit", at_least=0
@@ -112,6 +112,8 @@ def check(config: DataConfig) -> None:
             problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
         if config.validation_split and config.validation_split == config.split:
             problems.append(f"data.split and data.validation_split are both {config.split!r}")
+        if config.validation_split and Path(config.path, "state.json").is_file():
+            problems.append(f"{config.path} has no splits: leave out data.validation_split")
     if problems:
         raise UserError("; ".join(problems))
 
@@ -119,8 +121,7 @@ def check(config: DataConfig) -> None:
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Data prepared by earlier versions lacks these settings. They are recorded only where they are set,
 # so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = ("validation_path", "validation_split", "validation_documents")
-ADDED_LATER += ("cut", "pairs", "pair_field")
+ADDED_LATER = "validation_path validation_split validation_documents cut pairs pair_field".split()
 
 
 def recorded_settings(config: DataConfig) -> dict[str, Any]:
@@ -217,7 +218,8 @@ def existing_data(config: DataConfig) -> Manifest | None:
             raise UserError(f"data.directory {directory} holds other files; choose another one")
         return None
     manifest = Manifest.load(directory)
-    wanted, found = recorded_settings(config), manifest.settings
+    wanted = asdict(DataConfig()) | recorded_settings(config)
+    found = asdict(DataConfig()) | manifest.settings
     changed = "".join(
         f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
         for name in sorted((wanted | found).keys() - unused_options(config))

@@ -134,10 +134,8 @@ class Corpus:
         files = [(part.file, part.file.stat()[1:3]) for part in self.training if part.file]
         held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
-            raise UserError(
-                f"{common[0]} belongs to both data.path and data.validation_path: name different "
-                "files in one of them"
-            )
+            both = f"{common[0]} belongs to both data.path and data.validation_path"
+            raise UserError(f"{both}: name different files in one of them")
         splits = (split for split, _ in self.documents())
         first = next(splits)
         if all(split == first for split in splits):

@@ -201,8 +201,9 @@ def _hub_rows(part: Part) -> Iterable[dict]:
     from datasets import load_dataset, load_from_disk
 
     path, config = part.config.path, part.config
-    if Path(path, "state.json").is_file():  # written by save_to_disk, which knows no splits
-        return load_from_disk(path)
+    for mark, saved in ("state.json", path), ("dataset_dict.json", f"{path}/{config.split}"):
+        if Path(path, mark).is_file():  # written by save_to_disk, without or with splits
+            return load_from_disk(saved)
     return load_dataset(path, config.subset or None, split=config.split, streaming=True)
 
 
@@ -238,7 +239,8 @@ def local_files(config: DataConfig) -> list[Path]:
         problem = f"{error.filename} cannot be read ({error.strerror})"
         raise UserError(f"{problem}: give access to it, or leave it out") from None
     if not files:
-        problem = f"matches no file{wanted}" if glob.has_magic(config.path) else "does not exist"
+        problem = "is no file, but a pipe or device" if path.exists() else "does not exist"
+        problem = f"matches no file{wanted}" if glob.has_magic(config.path) else problem
         problem = f"is a folder without files{wanted}" if path.is_dir() else problem
         raise UserError(f"{config.path!r} {problem}: correct the path")
     if others := sorted(inside - kept - named):

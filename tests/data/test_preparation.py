@@ -167,9 +167,9 @@ def test_the_same_settings_give_the_same_files_and_are_skipped(tmp_path):
 def test_other_settings_and_foreign_files_are_never_overwritten(tmp_path):
     config = config_of(tmp_path, made_texts(20))
     prepare(config, quiet)
-    problem = r"(?s)data.packed: prepared with True, now False.*data.vocab_size: .*300, now 310"
-    with pytest.raises(UserError, match=problem):
-        prepare(dataclasses.replace(config, vocab_size=310, packed=False), quiet)
+    problem = r"(?s)data.cut: prepared with False, now True.*data.packed: prepared with True, now "
+    with pytest.raises(UserError, match=problem + r"False.*data.vocab_size: .*300, now 310"):
+        prepare(dataclasses.replace(config, vocab_size=310, packed=False, cut=True), quiet)
     assert Manifest.load(config.directory).vocab_size == 300
     foreign = tmp_path / "foreign"
     foreign.mkdir()

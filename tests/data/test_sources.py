@@ -239,6 +239,7 @@ def test_text_is_one_document_a_file(tmp_path):
         ("path=mine", "data.path is 'mine', which source 'builtin' does not read"),
         ("subset=sample-10BT", "data.subset is 'sample-10BT'; source builtin allows packages"),
         ("source=text path=missing.txt", "'missing.txt' does not exist"),
+        ("source=text path=/dev/null", "'/dev/null' is no file, but a pipe or device"),
         ("source=text path=latin.txt", "latin.txt is not UTF-8 text .*0xe9 in position 3.*iconv"),
         ("source=text path=blank.txt", "corpus is empty"),
         ("source=parquet path=.", "is a folder without files ending in .parquet"),
@@ -326,6 +327,17 @@ def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path)
         assert found == [("validation", "held out"), ("train", "a b"), ("train", "c")]
 
 
+def test_splits_saved_to_disk_have_their_own_names(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    texts = {"val": ["held out"], "a": ["a b", "c"], "b": ["of no split that is asked for"]}
+    splits = {name: Dataset.from_dict({"text": rows}) for name, rows in texts.items()}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    config = DataConfig("hub", str(tmp_path / "saved"), split="a", validation_split="val")
+    found = list(Corpus(config).documents(quiet))
+    assert found == [("validation", "held out"), ("train", "a b"), ("train", "c")]
+
+
 def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_path):
     path = str(corpus(tmp_path / "texts", ["a", "b"]))
     settings = dict(source="text", path=path, directory=str(tmp_path / "prepared"))
@@ -345,6 +357,8 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
     refused("both 'train'", source="hub", validation_split="train")
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "a"}\n')
     refused("texts nope: .*Bad split", source="hub", validation_split="nope")
+    (tmp_path / "texts" / "state.json").write_text("{}")  # as in a dataset saved without splits
+    refused("texts has no splits", source="hub", validation_split="test")
 
 
 def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):
