@@ -189,10 +189,8 @@ class Manifest:
         for name, value in recorded.items():
             file = directory / name
             if not (file.is_file() and has_sha256(file, value)):
-                raise UserError(
-                    f"{file} is not what preparation wrote (its SHA-256 differs); restore it, or "
-                    f"delete {directory} and prepare again"
-                )
+                problem = f"{file} is not what preparation wrote (its SHA-256 differs)"
+                raise UserError(f"{problem}; restore it, or delete {directory} and prepare again")
 
 
 def _known(kind: type, values: dict) -> Any:

@@ -143,10 +143,9 @@ class Corpus:
             if first == "validation":
                 held = f"data.validation_documents = {config.validation_documents}"
                 raise UserError(f"{held} leaves no document of {text} for training: lower it")
-            raise UserError(
-                f"{text} has 1 document (copies count once), and validation needs another: add "
-                "files, or give data.validation_path (hub: data.validation_split)"
-            )
+            problem = f"{text} has 1 document (copies count once), and validation needs another"
+            remedy = "add files, or give data.validation_path (hub: data.validation_split)"
+            raise UserError(f"{problem}: {remedy}")
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text.

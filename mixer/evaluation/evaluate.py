@@ -22,6 +22,7 @@ from mixer.distributed.world import leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.scoring import Place, TokenScores
 from mixer.evaluation.texts import EvalOptions, Text
+from mixer.models.retrieval import CANDIDATES
 from mixer.reporting.figure import can_draw, plot_loss_by_position
 from mixer.reporting.text import table, wrapped
 
@@ -41,9 +42,7 @@ COLUMNS = {
     "loss past context": "loss_past_context",
     "pairs": "pairs",
     "tokens": "tokens",
-    "top1 of 32": "top1_of_32",
-    "top1 of 1024": "top1_of_1024",
-    "top1 of 8192": "top1_of_8192",
+    **{f"top1 of {count}": f"top1_of_{count}" for count in CANDIDATES},
 }
 
 
@@ -89,16 +88,16 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = Path(options.checkpoint)
     check_checkpoint(directory)
-    if options.text or options.hub or options.pairs:
-        return
-    source, give = options.source, "give --data DIR, --text FILE... or --hub NAME"
-    if isinstance(source, DataConfig):
-        if options.first_token != "skip" or options.max_tokens:
-            problem = "a task, whose answers are all scored: leave out --first-token and "
-            raise UserError(f"{directory} was trained on {problem}--max-tokens, or {give}")
-    elif not source or not Path(source).is_dir():
+    default = "a task" if isinstance(source := options.source, DataConfig) else "data"
+    kind = next((kind for kind in ("text", "hub", "pairs") if getattr(options, kind)), default)
+    for name, readers in texts.READ_BY.items():
+        if kind not in readers and getattr(options, name) != getattr(EvalOptions, name):
+            unread = f"--{name.replace('_', '-')} is given, which scoring {kind} does not read"
+            raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
+    if kind == "data" and not (source and Path(source).is_dir()):
         said = f"was trained on {source}, which is not in {Path.cwd()}" if source else ""
-        raise UserError(f"{directory} {said or 'does not say what data it was trained on'}: {give}")
+        said = said or "does not say what data it was trained on"
+        raise UserError(f"{directory} {said}: give --data DIR, --text FILE... or --hub NAME")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:

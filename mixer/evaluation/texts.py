@@ -27,6 +27,10 @@ from mixer.ops import BACKENDS
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
+# Options that not all of text, hub, data, pairs and a task read.
+READ_BY = {"subset": ("hub",), "split": ("hub",), "text_field": ("text", "hub")}
+OF_TEXTS = ("stride", "max_tokens", "first_token", "last_window")
+READ_BY |= dict.fromkeys(OF_TEXTS, ("text", "data", "hub"))
 LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
 
 

@@ -230,6 +230,20 @@ def test_what_is_no_checkpoint_is_named_with_what_it_lacks(run, tmp_path):
             evaluate(run / name)
 
 
+@pytest.mark.parametrize(
+    "given, problem",
+    [
+        (["--split", "train"], "--split is given, which scoring data .*, or give --hub"),
+        (["--text", "a.txt", "--subset", "en"], "--subset is given, which scoring text"),
+        (["--text-field", "body"], "--text-field .*scoring data .* give --text or --hub"),
+        (["--pairs", "data", "--max-tokens", "9"], "--max-tokens is given, which scoring pairs"),
+    ],
+)
+def test_an_option_that_the_text_does_not_read_is_refused(run, given, problem):
+    with pytest.raises(UserError, match=problem):
+        evaluate_main(["--checkpoint", str(run / "demo" / "step-7"), *given])
+
+
 def change_trainer(run, checkpoint: Path, content: str) -> str:
     """A checkpoint with another trainer.json, listed as if training had written it."""
     shutil.copytree(run / "demo" / "step-7", checkpoint)
