@@ -89,11 +89,11 @@ def main() -> None:
     add("--output", type=Path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name; saved too")
     one.add_argument("--back", action="store_true", help="write a file for the author's code")
-    how = "write a checkpoint with mixing weights of this form"
-    one.add_argument("--mixing-weight", choices=["full", "lags"], help=how)
-    forms = ("lags", *RECURRENT)
-    add("--mixing", choices=forms, help="how the heads of a structured mixer mix")
+    one.add_argument("--mixing-weight", choices=["full", "lags"], help="write weights of this form")
+    add("--mixing", choices=("lags", *RECURRENT), help="how the heads of a structured mixer mix")
     options = parser.parse_args()
+    if options.mixing and (options.back or options.mixing_weight):
+        parser.error("--mixing is for the author's files: leave out --back and --mixing-weight")
     if options.mixing_weight:
         convert_mixing(options.source, options.output, options.mixing_weight)
     elif options.back:

@@ -85,6 +85,15 @@ def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsy
     assert far == pytest.approx(100 * (66 / 78) ** 0.5, abs=6)
 
 
+@pytest.mark.parametrize("other", (["--back"], ["--mixing-weight", "full"]))
+def test_how_heads_mix_is_refused_where_the_model_says_it(monkeypatch, capsys, other):
+    arguments = ["model", "--output", "converted", "--mixing", "rows", *other]
+    monkeypatch.setattr("sys.argv", ["mixer.convert", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--mixing is for the author's files" in capsys.readouterr().err
+
+
 def test_what_a_file_does_not_say_is_said(tmp_path, capsys):
     source = tmp_path / "model.safetensors"
     save_file(LanguageMixer().state_dict(), source)
