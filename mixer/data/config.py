@@ -50,9 +50,7 @@ class DataConfig:
     pair_field: str = option("", "jsonl, parquet, hub: the field with the text's partner")
     tokenizer: str = option("train", "a directory or hub name; train: a new byte-level BPE")
     # At least 256 bytes and <|endoftext|>.
-    vocab_size: int = option(
-        8000, "vocabulary size of a new BPE or a task", at_least=257, at_most=2**20
-    )
+    vocab_size: int = option(8000, "vocabulary of a new BPE or a task", at_least=257, at_most=2**20)
     pairs: int = option(
         0, "recall, needle (in training): pairs per sample; 0: all that fit", at_least=0
     )
