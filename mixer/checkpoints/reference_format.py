@@ -105,7 +105,9 @@ def read_weights(file: Path) -> dict[str, Tensor]:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}
             names = (opened.metadata() or {}).items()
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read ({error}); give a .safetensors file") from None
+        problem = "is a directory" if file.is_dir() else f"cannot be read ({error})"
+        allowed = "a .safetensors file, or a checkpoint with --back or --mixing-weight"
+        raise UserError(f"{file} {problem}; give {allowed}") from None
     return {name: weights[other] for name, other in names if other in weights} | weights
 
 

@@ -38,10 +38,6 @@ NOTES = (
     "times the median time of a step, without start-up, compilation, evaluation and saving. A "
     "run's learning rate falls up to its last step: compare only the ends of runs."
 )
-NOTES_OF_KINDS = (
-    "No run reads its text more than four times. If the best rate is the highest or the lowest "
-    "tried, a better one may lie beyond. Repeats: tokens that a copy from the window predicts."
-)
 
 
 def write_report(result: dict, file: Path) -> str:
@@ -96,9 +92,14 @@ def parts_of_kinds(result: dict) -> list[str]:
         else:
             tried.append({title: shown[title] for title in OF_SWEEP})
     tried.sort(key=lambda row: row["model"])
-    parts = ["# Models of several sizes for equal times", *section("## Losses", ends, keys=3)]
+    notes = "No run reads its text more than four times."
+    if tried:
+        notes += " If the best rate is the highest or lowest tried, a better one may lie beyond."
+    if any(row["repeats"] for row in ends):
+        notes += " Repeats: tokens that a copy from the window predicts."
+    parts = ["# Models at equal training time", *section("## Losses", ends, keys=3)]
     parts += section("## Seeds", seed_rows(runs))
-    return [*parts, *section("## Learning rates", tried), wrapped(NOTES_OF_KINDS)]
+    return [*parts, *section("## Learning rates", tried), wrapped(notes)]
 
 
 def cells(row: dict) -> dict[str, str]:
