@@ -192,8 +192,8 @@ def _write_tokens(
             files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
-                say(_report("tokenized so far", counts, said - began))
-    say(_report("tokenized", counts, time.perf_counter() - began))
+                say(_report("tokenised so far", counts, said - began))
+    say(_report("tokenised", counts, time.perf_counter() - began))
     for split, count in counts.items():
         count["tokens_sha256"] = sha256(directory / f"{split}.bin")
         count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")

@@ -203,7 +203,7 @@ def test_of_processes_that_prepare_at_once_one_does_and_the_others_say_that_they
     for process in running:
         process.join()
     assert [process.exitcode for process in running] == [0, 0, 0]
-    assert (tmp_path / "lines").read_text().count("tokenized: 1,500 documents") == 1
+    assert (tmp_path / "lines").read_text().count("tokenised: 1,500 documents") == 1
     assert "waiting for another process, which writes" in capfd.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"lines", "prepared", "texts", "tok"}
 
