@@ -224,7 +224,7 @@ def _encoder(
     tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, are_pairs: bool
 ) -> Callable[[Documents], list[tuple[str, bytes, Counter]]]:
     """A function from a batch to (split, tokens, counts) of each document. EOS ends each text."""
-    encode = tokenizing.token_encoder(tokenizer, dtype)
+    encode = tokenizing.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
     eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
 
     def encode_document(document: str) -> tuple[bytes, Counter]:

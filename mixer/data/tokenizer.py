@@ -135,7 +135,11 @@ def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], lis
     Text that spells a special token, such as a literal `<|endoftext|>`, is tokenized as the text it
     is: only the preparation itself puts a separator between documents.
     """
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    return _raw_encoder(tokenizer.backend_tokenizer.to_str())
+
+
+def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
+    backend = Tokenizer.from_str(specification)
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -153,18 +157,18 @@ def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], lis
     return encode
 
 
-def token_encoder(tokenizer: PreTrainedTokenizerFast, dtype: np.dtype) -> Callable[[str], bytes]:
+def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]:
     """A function from a text to the bytes of its token ids, the same ids that `raw_encoder` gives.
 
-    The tokens of the words seen so far are kept: on one core a BPE like GPT-2's is 1.6 (technical
-    prose) to 5 times (few words) as fast for it.
+    specification: the content of a tokenizer.json. The tokens of the words seen so far are kept: on
+    one core a BPE like GPT-2's is 1.6 (technical prose) to 5 times (few words) as fast for it.
     """
-    encode = raw_encoder(tokenizer)
+    encode = _raw_encoder(specification)
 
     def tokens_of(texts: list[str]) -> list[bytes]:
         return [np.array(ids, dtype).tobytes() for ids in encode(texts)]
 
-    if not _cuts_words_as_gpt2(json.loads(tokenizer.backend_tokenizer.to_str())):
+    if not _cuts_words_as_gpt2(json.loads(specification)):
         return lambda text: tokens_of([text])[0]
     kept: dict[str, bytes] = {}
     size = 0

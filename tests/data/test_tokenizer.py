@@ -95,7 +95,7 @@ def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length)
             yield "".join(generator.choices(HAN, k=length)) + "\n"
 
     trained = train_tokenizer(training_sample(texts(10_000)), 300)
-    encode = token_encoder(trained, "<u2")
+    encode = token_encoder(trained.backend_tokenizer.to_str(), "<u2")
     assert read < 250_000
     process, count = psutil.Process(), 1_300_000 // (3 * length)
     for text in texts(count):  # fills the library's own cache, of 10,000 words
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
     """The words kept never change a token: white space, contractions and scripts of all kinds."""
     monkeypatch.setattr(module, "KEPT_BYTES", 100_000)  # they are dropped and made again
     trained = train_tokenizer([*made_texts(50), HARD], 400)
-    encode = token_encoder(trained, np.dtype("<u2"))
+    encode = token_encoder(trained.backend_tokenizer.to_str(), np.dtype("<u2"))
     generator = random.Random(0)
     edges = ["'ll", "  "]
     edges += " \n\t\r\x1c\x1d\x1f\x85\xa0\u2028\u3000'\"-_.,09aZsté²Ⅷ日🙂\u0301\u200b"
