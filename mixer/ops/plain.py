@@ -6,7 +6,7 @@ effect. Arguments are not checked. Every saved model gets a copy of this file, s
 nothing from this package.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
-context), out then in; bias (heads, context).
+context), output first; bias (heads, context).
 """
 
 import torch

@@ -64,7 +64,7 @@ class TrainConfig:
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile; blocks: each block, the output layer and the loss; auto: blocks on GPUs "
+        "torch.compile; blocks: each block, the final norm and the loss; auto: blocks on GPUs "
         "with Triton",
         choices=("auto", "no", "blocks"),
     )

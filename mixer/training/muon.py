@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         lr, weight_decay, momentum: see above.
         rows: of each of the matrices that a parameter holds, for those that hold several.
         group: the processes that share the work; None for this one alone.
-        compile: what makes the elementwise parts faster, such as torch.compile, if anything does.
+        compile: makes the elementwise parts faster, such as torch.compile; None: nothing does.
     """
 
     _step_supports_amp_scaling = True
