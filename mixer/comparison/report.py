@@ -156,6 +156,8 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
 def draw(result: dict, output: Path) -> bool:
     """Whether it drew losses by training time: not of retrieval, nor of more runs than colours."""
     runs, kinds = result["runs"], result["plan"].get("kinds")
+    if kinds:  # without the sweep
+        runs = {n: row for n, row in runs.items() if row["budget"] >= result["plan"]["seconds"]}
     timed = {name: row for name, row in runs.items() if "loss" in row and "seed" not in row}
     drawable = 0 < len(timed) <= len(COLOURS) if kinds is None else finished(runs)
     if not drawable or any("top1_of_32" in row for row in runs.values()):
@@ -188,7 +190,7 @@ def draw_kinds(axes, kinds: dict, runs: dict) -> None:
         ends = [(row["training_seconds"], row["validation_loss"]) for row in best]
         axes.plot(*zip(*ends, strict=True), "o-", label=kind, color=colour)
         for rows in repeated(runs).values():
-            if rows[0]["kind"] == kind:
+            if rows[0] in best:
                 losses, time = [row["validation_loss"] for row in rows], rows[0]["training_seconds"]
                 axes.plot([time, time], [min(losses), max(losses)], color=colour, **BAR)
     if repeated(runs):
