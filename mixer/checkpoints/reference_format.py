@@ -41,7 +41,7 @@ ASSUMED = (
 SHARED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"),
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
-    *("mixing_init", "zero_init", "kaiming_init", "mixing_backend"),
+    *("mixing_init", "kaiming_init", "mixing_backend"),
 )
 EMBEDDING, BLOCKS = "model.embed_tokens", "model.layers"
 PARALLEL = ".mixer_heads.weight"  # of all heads of a structured mixer, where they are one layer

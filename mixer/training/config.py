@@ -26,11 +26,15 @@ GONE = {
     "logging.profile_steps": (0,),
     "optim.shared_lags": (False,),
     "optim.shared_lags_lr": (None,),
+    "model.value_embeddings": (0,),
+    "model.zero_init": (False,),
 }
 # What to do about other values.
 INSTEAD = {
     "optim.shared_lags": "a new run uses model.mixing_weight=lags instead; an old one continues "
-    "with model.mixing_weight=full, without this key and its effect"
+    "with model.mixing_weight=full, without this key and its effect",
+    "model.value_embeddings": "leave it out for a new run; commit 98969e4 continues an old one",
+    "model.zero_init": "leave it out, also of an old run: it changed initial weights alone",
 }
 
 

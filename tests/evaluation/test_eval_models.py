@@ -165,6 +165,7 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
     "kind, field, value, message",
     [
         ("masked_mixer", "hidden_size", "wide", "hidden_size = 'wide'; allowed: a whole number"),
+        ("masked_mixer", "value_embeddings", 2, "value_embeddings = 2; only commit 98969e4 and"),
         ("masked_mixer", "hidden_size", 24, "cannot be read"),  # of another shape than the weights
         ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: a"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),

@@ -61,8 +61,6 @@ MIXINGS = {
         "mixer_key_norm": True,
         "mixer_rotary": True,
         "mixer_key_shift": True,
-        "value_embeddings": 2,
-        "zero_init": True,
     },
     "rows": {"mixing_weight": "rows", "mixing_decay": True},
     "columns": {"mixing_weight": "columns", "mixer_gate": True},

@@ -119,7 +119,7 @@ def test_a_device_map_spreads_the_blocks(tmp_path, mixing):
     model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    parts |= {"model.norm": "cpu", "lm_head": "disk", "model.value_tables": "cpu"}
+    parts |= {"model.norm": "cpu", "lm_head": "disk"}
     spread = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offload"
     )
@@ -128,13 +128,15 @@ def test_a_device_map_spreads_the_blocks(tmp_path, mixing):
     assert spread.model.layers[1].mlp.up_proj.weight.device.type == "meta"
 
 
-def test_a_vocabulary_of_another_size_reaches_every_table(tmp_path):
-    model, ids = lively_model(**MIXINGS["keyed-parts"]), tokens(batch=1, length=4)
-    for size in (model.config.vocab_size + 5, model.config.vocab_size - 2):
-        model.resize_token_embeddings(size)
-        model.save_pretrained(tmp_path / str(size))
-        again, ids[0, -1] = AutoModelForCausalLM.from_pretrained(tmp_path / str(size)), size - 1
-        torch.testing.assert_close(again(ids).logits, model(ids).logits)
+def test_value_embeddings_of_earlier_versions_are_refused_and_their_zero_start_is_not(tmp_path):
+    model = small_model(zero_init=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+    model.config.value_embeddings = 2
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="value_embeddings = 2; only commit 98969e4 and earlier"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_gradient_checkpointing_has_the_same_gradients_and_no_cache():

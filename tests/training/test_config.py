@@ -161,5 +161,10 @@ def test_a_config_yaml_of_an_earlier_version_is_read_and_what_is_gone_is_refused
         load_config(str(before), ["train.all_reduce=copy_engines"])
     with pytest.raises(UserError, match="optim.shared_lags = True; .* model.mixing_weight=lags"):
         load_config(str(before), ["optim.shared_lags=true"])
+    assert load_config(str(before), ["model.zero_init=false", "model.value_embeddings=0"])
+    with pytest.raises(UserError, match="model.zero_init = True; leave it out, also of an old run"):
+        load_config(str(before), ["model.zero_init=true"])
+    with pytest.raises(UserError, match="model.value_embeddings = 2; .* commit 98969e4 continues"):
+        load_config(str(before), ["model.value_embeddings=2"])
     with pytest.raises(UserError, match="optim.shared_lags_lr = 2; did you mean optim.lags_lr"):
         load_config(str(before), ["optim.shared_lags_lr=2"])

@@ -33,7 +33,7 @@ MODELS = {
     "tied": {"tie_word_embeddings": True},
     "lags": {"mixing_weight": "lags", "num_mixer_heads": 2},
     "gated": {"mixer_gate": True, "num_mixer_heads": 2, "final_norm": True},
-    "keyed": {"mixer_key_size": 4, "num_mixer_heads": 2, "value_embeddings": 1},
+    "keyed": {"mixer_key_size": 4, "num_mixer_heads": 2},
     "qwen3": {"architecture": "qwen3", "num_attention_heads": 2},
     "llama": {"architecture": "llama", "num_attention_heads": 2},
 }

@@ -18,8 +18,11 @@ from mixer.ops.plain import BACKENDS, triangular_conv
 RECURRENT = ("rows", "columns", "mixed")
 # Options that need a mixer_key_size.
 OF_KEYS = (
-    *("mixer_keyed_every", "mixer_attention", "mixer_key_norm", "mixer_rotary", "mixer_key_shift"),
-    "value_embeddings",
+    "mixer_keyed_every",
+    "mixer_attention",
+    "mixer_key_norm",
+    "mixer_rotary",
+    "mixer_key_shift",
 )
 SIZE, SIZE_OR_0 = {"at_least": 1, "at_most": 2**16}, {"at_least": 0, "at_most": 2**16}
 # Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
@@ -59,9 +62,6 @@ class MixerOptions:
     mixer_key_norm: bool = option(False, "with keys: RMS-normalize queries and keys in each head")
     mixer_rotary: bool = option(False, "with keys: rotate queries and keys by position")
     mixer_key_shift: bool = option(False, "with keys: add a learned share of the previous key")
-    value_embeddings: int = option(
-        0, "with keys: every n-th block adds a token embedding to the values; 0: none", **SIZE_OR_0
-    )
     mixing_weight: str = option(
         "full",
         "full: a number per pair of positions; lags: per distance; rows, columns, mixed: recurrent",
@@ -75,7 +75,6 @@ class MixerOptions:
         "token a fixed distance back; in keyed mixing, averages earlier tokens)",
         choices=("reference", "zero", "shift"),
     )
-    zero_init: bool = option(False, "start with identity blocks and small embeddings")
     kaiming_init: bool = option(
         False, "initial variance 2 / fan-in, biases 0, like the author's other mixers"
     )
@@ -126,9 +125,6 @@ def shape_problems(options: MixerOptions) -> list[str]:
             keys and every > options.num_hidden_layers
         ),
         "mixer_rotary mixer_key_size: an even size": options.mixer_rotary and keys % 2,
-        "value_embeddings mixer_keyed_every: a multiple, as only keyed mixing has values": (
-            keys and options.value_embeddings % every
-        ),
         "mixing_weight mixer_key_size: full or lags with keys": recurrent and keys,
         "mixing_weight mixer_kernel_size: full or lags with several taps": recurrent and taps > 1,
         "mixing_weight mixing_init: reference or zero with a recurrence": recurrent and shift,
@@ -153,6 +149,11 @@ class MaskedMixerConfig(PreTrainedConfig):
     model_type = "masked_mixer"
 
     def __init__(self, **options):
+        if tables := options.pop("value_embeddings", 0):  # which earlier versions had
+            raise ValueError(
+                f"value_embeddings = {tables}; only commit 98969e4 and earlier can load such a "
+                "model: use that"
+            )
         given = {name: options.pop(name) for name in NAMES if name in options}
         chosen = ModelOptions(**given)
         if problems := option_problems(chosen) or shape_problems(chosen):

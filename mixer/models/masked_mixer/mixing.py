@@ -119,9 +119,8 @@ class Keyed(nn.Module):
         residual: Tensor,
         past: MixingCache | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
-        values: Tensor | None = None,
     ) -> Tensor:
-        """rotation: from `rotations`; values: (batch, tokens, channels), added to the values."""
+        """rotation: from `rotations`."""
         query, key, value = self.in_proj(x).split(self.parts, dim=-1)
         if self.key_share is not None:
             key = key + self.key_share.to(key.dtype) * self._previous(key, past)
@@ -129,7 +128,6 @@ class Keyed(nn.Module):
             how = {"norm": self.norm, "rotation": rotation}
             query = self.query_key(query, self.heads, **how)
             key = turn(key, self.heads, **how)
-        value = value if values is None else value + values
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
     def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:

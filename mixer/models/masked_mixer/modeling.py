@@ -28,9 +28,6 @@ from .convolution import TriangularConv
 from .loops import InTransformersLoops
 from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations
 
-# The standard deviation of the embedding's initial weights with zero_init; 1 without.
-SMALL_EMBEDDING = 0.05
-
 
 class MLP(nn.Module):
     """Two linear layers with a nonlinearity between, on each token by itself."""
@@ -88,10 +85,9 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The author's initial weights: PyTorch's defaults, or those of kaiming_init."""
-        zero_init, kaiming_init = self.config.zero_init, self.config.kaiming_init
         if isinstance(module, TriangularConv):
             module.reset_parameters()
-        elif isinstance(module, nn.Linear) and kaiming_init:
+        elif isinstance(module, nn.Linear) and self.config.kaiming_init:
             initialization.kaiming_normal_(module.weight)
             if module.bias is not None:
                 initialization.zeros_(module.bias)
@@ -101,24 +97,10 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
                 bound = 1 / math.sqrt(module.in_features)
                 initialization.uniform_(module.bias, -bound, bound)
         elif isinstance(module, nn.Embedding):
-            initialization.normal_(module.weight, std=SMALL_EMBEDDING if zero_init else 1.0)
+            initialization.normal_(module.weight)
         elif isinstance(module, nn.LayerNorm):
             initialization.ones_(module.weight)
             initialization.zeros_(module.bias)
-        elif isinstance(module, Block) and zero_init:
-            for name, parameter in module.named_parameters():
-                if ".out_proj." in name or ".down_proj." in name:
-                    initialization.zeros_(parameter)
-        elif isinstance(module, MaskedMixerModel):
-            for table in module.value_tables.values():
-                initialization.zeros_(table.weight)
-
-    def resize_token_embeddings(self, *arguments, **options) -> nn.Embedding:
-        """As in transformers, with the tables of value_embeddings."""
-        embedding = super().resize_token_embeddings(*arguments, **options)
-        tables, rows = self.base_model.value_tables, len(embedding.weight)
-        tables.update({n: self._get_resized_embeddings(tables[n], rows) for n in tables})
-        return embedding
 
 
 class Places:
@@ -169,12 +151,9 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
-        sizes, numbers = (config.vocab_size, config.hidden_size), range(config.num_hidden_layers)
-        self.embed_tokens = nn.Embedding(*sizes)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        numbers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(Block(config, number) for number in numbers)
-        every = config.value_embeddings  # blocks have one; the last block of all is one of these
-        with_values = [number for number in numbers if every and (number + 1) % every == 0]
-        self.value_tables = nn.ModuleDict({str(n): nn.Embedding(*sizes) for n in with_values})
         final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.norm = final_norm if config.final_norm else nn.Identity()
         self.post_init()
@@ -221,12 +200,10 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             whole = torch.arange(x.shape[1], device=x.device)[None]
             positions = whole if past is None else past.positions
             rotation = rotations(positions, self.config.mixer_key_size)
-        for number, layer in enumerate(self.layers):
+        for layer in self.layers:
             if states is not None:
                 states.append(x)
             more = {"rotation": rotation} if isinstance(layer.mixing, Keyed) else {}
-            if str(number) in self.value_tables:
-                (more["values"],) = in_autocast_dtype(self.value_tables[str(number)](input_ids))
             x = layer(x, past, **more)
         x = self.norm(x)
         if states is not None:
