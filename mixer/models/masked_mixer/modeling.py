@@ -9,8 +9,6 @@ weight (context, context) for all channels; mixing.py has the others. There is n
 embedding, because the mixing weight has a number for every pair of positions.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +22,6 @@ from mixer.ops.plain import in_autocast_dtype
 
 from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
-from .convolution import TriangularConv
 from .loops import InTransformersLoops
 from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations
 
@@ -85,22 +82,12 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The author's initial weights: PyTorch's defaults, or those of kaiming_init."""
-        if isinstance(module, TriangularConv):
-            module.reset_parameters()
-        elif isinstance(module, nn.Linear) and self.config.kaiming_init:
+        if isinstance(module, nn.Linear) and self.config.kaiming_init:
             initialization.kaiming_normal_(module.weight)
             if module.bias is not None:
                 initialization.zeros_(module.bias)
-        elif isinstance(module, nn.Linear):
-            initialization.kaiming_uniform_(module.weight, a=math.sqrt(5))
-            if module.bias is not None:
-                bound = 1 / math.sqrt(module.in_features)
-                initialization.uniform_(module.bias, -bound, bound)
-        elif isinstance(module, nn.Embedding):
-            initialization.normal_(module.weight)
-        elif isinstance(module, nn.LayerNorm):
-            initialization.ones_(module.weight)
-            initialization.zeros_(module.bias)
+        elif hasattr(module, "reset_parameters"):  # transformers leaves out what it has loaded
+            module.reset_parameters()
 
 
 class Places:
