@@ -38,8 +38,8 @@ def settled(checkpoint: str | Path) -> Path:
     return Path(os.path.realpath(checkpoint) if os.path.islink(checkpoint) else checkpoint)
 
 
-def refused(checkpoint: Path, problem: str) -> UserError:
-    return UserError(f"checkpoint {checkpoint} {problem}: {REMEDY}")
+def refused(checkpoint: Path, problem: str, more: str = "") -> UserError:
+    return UserError(f"checkpoint {checkpoint} {problem}: {REMEDY}{more}")
 
 
 def check_checkpoint(directory: Path) -> None:
@@ -150,7 +150,7 @@ def load_model(
     """
     disable_progress_bar()
     how = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-    how |= {"config": config, "dtype": torch.float32}
+    how |= {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": True}
     try:
         model, loading = kind.from_pretrained(str(directory), **how)
     except Exception as error:  # transformers and a model's own code each raise their own kinds
@@ -163,12 +163,14 @@ def load_model(
 
 
 def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> None:
-    """Raises UserError for parameters that the checkpoint lacks, which transformers would fill with
-    random numbers, for weights that the model has no place for, which it would drop, and for
-    parameters saved as integers, bool or complex numbers.
+    """Raises UserError for parameters that the checkpoint lacks or has in another shape, which
+    transformers would fill with random numbers, for weights that the model has no place for, which
+    it would drop, and for parameters saved as integers, bool or complex numbers.
     """
     unknown = sorted(loading["unexpected_keys"])
+    advice = ". If its mixing variant is yours, add it to VARIANTS: docs/add_a_mixing_variant.md"
     if not isinstance(model, MaskedMixerForCausalLM):
+        advice = ""
         # Old versions may have saved what is not needed. Weights that differ from the model's in
         # the number of their layer alone are layers that config.json leaves out.
         number = re.compile(r"\.\d+(?=\.)")
@@ -183,11 +185,12 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
     ]
     for found, problem in (
         (sorted(loading["missing_keys"]), "lacks the weights"),
+        (sorted(name for name, *_ in loading["mismatched_keys"]), "has another shape of"),
         (unknown, "has weights that its config.json has no place for,"),
         (wrong, "has weights that are not floating-point numbers,"),
     ):
         if found:
-            raise refused(directory, f"{problem} {', '.join(found[:3])}...")
+            raise refused(directory, f"{problem} {', '.join(found[:3])}...", advice)
 
 
 def write_new(

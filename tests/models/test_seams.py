@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from mixer.checkpoints.pretrained import load_checkpoint
+from mixer.common.errors import UserError
 from mixer.inspect import mixing_matrices
 from mixer.models.masked_mixer import mixing, modeling
 from mixer.models.masked_mixer.cache import MixingCache
@@ -38,6 +40,9 @@ def test_the_pages_variant_trains(write_config, monkeypatch, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/mine/step-12")
     assert type(model.model.layers[0].mixing).__name__ == "Mine"
     assert all(map(mixing_matrices, model.model.layers))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="has weights .*If its mixing variant is yours, add it to"):
+        load_checkpoint(tmp_path / "runs/mine/step-12", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
