@@ -60,6 +60,7 @@ def triangular_conv(
             when the weight is packed.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes, dtypes, devices or the backend's name do not fit.
         mixer.common.errors.UserError: backend="cuda" where the kernels cannot run.
         NotImplementedError: second derivatives where the kernels ran.
@@ -68,6 +69,10 @@ def triangular_conv(
     of x may spread to other tokens of the same block of 64, as it does in a dense product, but
     never further.
     """
+    parts = {"weight": weight, "lags": lags, "bias": bias, "residual": residual}
+    parts = {"x": x} | {name: part for name, part in parts.items() if part is not None}
+    if odd := [f"{n} {type(t).__name__}" for n, t in parts.items() if not isinstance(t, Tensor)]:
+        raise TypeError(f"triangular_conv got {', '.join(odd)}; allowed: torch tensors")
     x, residual = in_autocast_dtype(x, residual)
     _check(x, weight, lags, bias, residual, backend)
     given = weight if lags is None else lags

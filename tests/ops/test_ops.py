@@ -227,6 +227,17 @@ def test_exactly_one_kind_of_weight_is_given(kinds):
         triangular_conv(torch.zeros(2, 7, 6), **kinds)
 
 
+def test_what_is_no_tensor_is_named():
+    x, weight, bias, residual = make(7, 9, 6, 2, 1, 1, torch.float32)
+    for wrong, named in (
+        ((x.tolist(), weight), "x list"),
+        ((None, weight), "x NoneType"),
+        ((x, 3, bias.detach().numpy()), "weight int, bias ndarray"),
+    ):
+        with pytest.raises(TypeError, match=f"got {named}; allowed: torch tensors"):
+            triangular_conv(*wrong)
+
+
 @pytest.mark.parametrize("context", (1, 2, 7))
 def test_lags_are_summed_along_diagonals(context):
     x = torch.randn(2, 3, context, context).double()
