@@ -110,8 +110,10 @@ def check(config: DataConfig) -> None:
             problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
         if config.validation_split and config.validation_split == config.split:
             problems.append(f"data.split and data.validation_split are both {config.split!r}")
-        if config.validation_split and Path(config.path, "state.json").is_file():
-            problems.append(f"{config.path} has no splits: leave out data.validation_split")
+        other = config.validation_split or config.split != DataConfig.split
+        if source == "hub" and other and Path(config.path, "state.json").is_file():
+            said = "leave out data.split and data.validation_split"
+            problems.append(f"{config.path} has no splits: {said}")
     if problems:
         raise UserError("; ".join(problems))
 

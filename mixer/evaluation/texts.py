@@ -116,7 +116,12 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
         name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
         sources = [DataConfig("text", path, **field) for path in options.text]
     else:
-        where = options.hub, options.subset, options.split
+        split = options.split
+        if Path(options.hub, "state.json").is_file():  # saved without splits
+            if split != EvalOptions.split:
+                raise UserError(f"{options.hub} has no splits: leave out --split")
+            split = ""
+        where = options.hub, options.subset, split
         name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where, **field)]
     encode, sample, targets, text = raw_encoder(tokenizer), [], 0, Text(name, [])
     found = (documents(parts_of(source), source, blank) for source in sources)

@@ -359,6 +359,7 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
     refused("texts nope: .*Bad split", source="hub", validation_split="nope")
     (tmp_path / "texts" / "state.json").write_text("{}")  # as in a dataset saved without splits
     refused("texts has no splits", source="hub", validation_split="test")
+    refused("texts has no splits", source="hub", split="test")
 
 
 def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONTEXT, change_config, documents, evaluate, save_checkpoint
+from datasets import Dataset
 from tokenizers import normalizers
 from transformers import (
     BertConfig,
@@ -68,6 +69,11 @@ def test_rows_a_dataset_and_files_of_the_same_documents_have_the_same_numbers(ro
     part = evaluate(root / "masked_mixer", **first)
     assert (part["streams"], part["tokens_scored"]) == (1, 20)
     assert part["text"] == "rows.jsonl (first 20 tokens)"
+    Dataset.from_json(str(root / "rows.jsonl")).save_to_disk(tmp_path / "saved")
+    saved = evaluate(root / "masked_mixer", hub=str(tmp_path / "saved"), **fields)
+    assert (saved["nats"], saved["text"]) == (rows["nats"], str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="saved has no splits: leave out --split"):
+        evaluate(root / "masked_mixer", hub=str(tmp_path / "saved"), split="train", **fields)
 
 
 def test_other_causal_models_stand_in_the_same_table(root):
@@ -166,7 +172,7 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
     [
         ("masked_mixer", "hidden_size", "wide", "hidden_size = 'wide'; allowed: a whole number"),
         ("masked_mixer", "value_embeddings", 2, "value_embeddings = 2; only commit 98969e4 and"),
-        ("masked_mixer", "hidden_size", 24, "cannot be read"),  # of another shape than the weights
+        ("masked_mixer", "hidden_size", 24, "has another shape of lm_head.weight, "),
         ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: a"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),
         ("gpt2", "n_layer", -1, "has n_layer -1 in its config.json"),
