@@ -197,8 +197,10 @@ def keyed_conv(
     _, bias = for_tokens(tokens, bias, bias)
     query, key, value = (by_head(part, heads) for part in (query, key, value))
     positions = torch.arange(tokens, device=query.device)
-    height = max(PANEL_ROWS, min(-(-tokens // PANELS), context))
-    for start in range(0, tokens, height):
+    # Of torch.export; a loop over panels would fix the number of tokens.
+    any_length = isinstance(tokens, torch.SymInt)
+    height = tokens if any_length else max(PANEL_ROWS, min(-(-tokens // PANELS), context))
+    for start in [0] if any_length else range(0, tokens, height):
         end, first = min(start + height, tokens), max(0, start + 1 - context)
         part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         places = positions[None, start:end] - first

@@ -179,11 +179,16 @@ def test_outputs_are_a_tuple_where_a_call_or_the_configuration_says_so():
     assert model.generate(ids[:, :4], max_new_tokens=3).shape == (3, 7)
 
 
-def test_torch_export_serves_batches_of_any_size_and_length():
-    model, ids = small_model(mixing_backend="dense"), tokens(batch=4)
-    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("tokens", max=11)}
+@pytest.mark.parametrize("mixing", ["flat", "keyed", "keyed-lags"])
+def test_torch_export_serves_batches_of_any_size_and_length(mixing):
+    model, ids = small_model(mixing_backend="dense", **MIXINGS[mixing]), tokens(batch=4)
+    sizes = [torch.export.Dim("batch", min=2, max=64), torch.export.Dim("tokens", min=3, max=11)]
     exported = torch.export.export(
-        model, (), {"input_ids": ids[:3, :7]}, dynamic_shapes={"input_ids": sizes}, strict=False
+        model,
+        (),
+        {"input_ids": ids[:3, :7]},
+        dynamic_shapes={"input_ids": tuple(sizes)},
+        strict=False,
     ).module()
     for shorter in (ids[:2, :5], ids[:, :11]):
         torch.testing.assert_close(exported(input_ids=shorter).logits, model(shorter).logits)
