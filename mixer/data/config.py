@@ -167,6 +167,8 @@ class Manifest:
     def load(cls, directory: str | Path) -> "Manifest":
         """Reads `directory`/manifest.json. Raises UserError if it is missing or damaged."""
         file = Path(directory) / "manifest.json"
+        if not file.is_file():
+            raise UserError(f"{directory} has no manifest.json: give a directory of prepared data")
         again = f"copy it again, or delete {directory} and prepare again"
         values = read_json(file, again, required={"fingerprint": str})
         if values["fingerprint"] != fingerprint(values):

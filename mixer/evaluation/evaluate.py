@@ -94,7 +94,7 @@ def check_options(options: EvalOptions) -> None:
         if kind not in readers and getattr(options, name) != getattr(EvalOptions, name):
             unread = f"--{name.replace('_', '-')} is given, which scoring {kind} does not read"
             raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
-    if kind == "data" and not (source and Path(source).is_dir()):
+    if kind == "data" and not options.data and not (source and Path(source).is_dir()):
         said = f"was trained on {source}, which is not in {Path.cwd()}" if source else ""
         said = said or "does not say what data it was trained on"
         raise UserError(f"{directory} {said}: give --data DIR, --text FILE... or --hub NAME")

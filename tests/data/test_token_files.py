@@ -111,7 +111,7 @@ def test_damaged_files_are_refused_on_opening(prepared, tmp_path):
             refused(name, changed)
     TokenFile(damaged, "train", 8)
     (damaged / "manifest.json").unlink()
-    with pytest.raises(UserError, match="manifest.json cannot be read"):
+    with pytest.raises(UserError, match="has no manifest.json: give a dir"):
         TokenFile(damaged, "train", 8)
 
 
