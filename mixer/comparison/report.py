@@ -34,9 +34,9 @@ BAR = {"linewidth": 5, "alpha": 0.4, "solid_capstyle": "butt"}
 OF_SWEEP = ("model", "lr", "validation loss", "training, s", "steps")
 
 NOTES = (
-    "Losses are in nats per token, of retrieval per pair. Training time is the number of steps "
-    "times the median time of a step, without start-up, compilation, evaluation and saving. A "
-    "run's learning rate falls up to its last step: compare only the ends of runs."
+    "Losses are in nats per token{}. Training time is the number of steps times the median time "
+    "of a step, without start-up, compilation, evaluation and saving. A run's learning rate falls "
+    "up to its last step: compare only the ends of runs."
 )
 
 
@@ -62,7 +62,8 @@ def table(result: dict) -> str:
         f"{', '.join(name[:10] for name in commit)}; `{'`, `'.join(command)}`. "
         "The options of each run are in the JSON file."
     )
-    return "\n\n".join([*parts, *map(wrapped, (NOTES, origin))]) + "\n"
+    notes = NOTES.format(", of retrieval per pair" * any("top1_of_32" in run for run in found))
+    return "\n\n".join([*parts, *map(wrapped, (notes, origin))]) + "\n"
 
 
 def parts_of_runs(result: dict) -> list[str]:
