@@ -27,7 +27,7 @@ MIXINGS = {
         "mixer_kernel_size": 3,
     },
     "gate": {"mixer_gate": True, "mixer_kernel_size": 3},
-    "gate-heads": {"mixer_gate": True, "num_mixer_heads": 4},
+    "gate-heads": {"mixer_gate": True, "num_mixer_heads": 4, "suffix_match": 3},
     "keyed": {"mixer_key_size": 3, "num_mixer_heads": 2},
     "keyed-flat": {"mixer_key_size": 5, "mixer_keyed_every": 2, "num_mixer_heads": 4},
     "lags": {"mixing_weight": "lags", "mixer_kernel_size": 3, "num_mixer_heads": 2},

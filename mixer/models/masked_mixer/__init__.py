@@ -4,6 +4,7 @@ modeling       the model; start reading here: MLP, block, embedding, head, loss,
 mixing         token mixing and its variants: flat, gated, keyed; linear layers, nonlinearities
 convolution    the convolutions in them, with their mixing weights
 configuration  the model's options, and its code beside a saved model
+suffix         what followed the last time that the same tokens stood in the context
 cache          generation: the inputs of earlier tokens, or their sum, and CUDA graphs
 loops          what transformers' generate() and Trainer ask of the model
 

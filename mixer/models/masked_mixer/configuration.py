@@ -62,6 +62,13 @@ class MixerOptions:
     mixer_key_norm: bool = option(False, "with keys: RMS-normalize queries and keys in each head")
     mixer_rotary: bool = option(False, "with keys: rotate queries and keys by position")
     mixer_key_shift: bool = option(False, "with keys: add a learned share of the previous key")
+    suffix_match: int = option(
+        0,
+        "add an embedding of the token that followed the last time that the same tokens stood in "
+        "the context, up to so many; 0: none",
+        at_least=0,
+        at_most=16,
+    )
     mixing_weight: str = option(
         "full",
         "full: a number per pair of positions; lags: per distance; rows, columns, mixed: recurrent",
@@ -127,6 +134,8 @@ def shape_problems(options: MixerOptions) -> list[str]:
         "mixer_rotary mixer_key_size: an even size": options.mixer_rotary and keys % 2,
         "mixing_weight mixer_key_size: full or lags with keys": recurrent and keys,
         "mixing_weight mixer_kernel_size: full or lags with several taps": recurrent and taps > 1,
+        "mixing_weight suffix_match: full or lags with suffix_match": recurrent
+        and options.suffix_match,
         "mixing_weight mixing_init: reference or zero with a recurrence": recurrent and shift,
         "mixing_init mixing_weight mixer_key_size: shift with lags and keys": (
             keys and form == "lags" and not shift

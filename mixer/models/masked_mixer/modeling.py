@@ -24,6 +24,7 @@ from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .loops import InTransformersLoops
 from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations
+from .suffix import SuffixMatch
 
 
 class MLP(nn.Module):
@@ -89,6 +90,14 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
         elif hasattr(module, "reset_parameters"):  # transformers leaves out what it has loaded
             module.reset_parameters()
 
+    def resize_token_embeddings(self, *arguments, **options) -> nn.Embedding:
+        """As in transformers, with the embedding of suffix_match."""
+        embedding, match = super().resize_token_embeddings(*arguments, **options), None
+        if (match := self.base_model.suffix_match) is not None:
+            rows = len(embedding.weight)
+            match.embed_tokens = self._get_resized_embeddings(match.embed_tokens, rows)
+        return embedding
+
 
 class Places:
     """The positions of a batch's new tokens, by an attention mask (batch, past + new) or None. The
@@ -139,6 +148,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.suffix_match = SuffixMatch(config) if config.suffix_match else None
         numbers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(Block(config, number) for number in numbers)
         final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -181,7 +191,10 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
         is filled with the embedding and each block's output, the last one after the norm.
         """
-        (x,) = in_autocast_dtype(self.embed_tokens(input_ids))
+        x = self.embed_tokens(input_ids)
+        if self.suffix_match is not None:
+            x = x + self.suffix_match(input_ids, past)
+        (x,) = in_autocast_dtype(x)
         rotation = None
         if self.config.mixer_rotary:
             whole = torch.arange(x.shape[1], device=x.device)[None]

@@ -1,0 +1,64 @@
+"""Suffix matching: what followed the last time that the same tokens stood in the context. Attention
+learns this from data (induction heads, arXiv 2209.11895); here it is looked up.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cache import MixingCache
+
+PLACE = (-1, 0)  # of the tokens in a cache
+NONE = -(2**21)  # before the first token; below it, no number stands for anything
+WIDE = 2**25  # more than there are numbers for tokens
+
+
+def followers(ids: Tensor, positions: Tensor, context: int, longest: int) -> tuple[Tensor, Tensor]:
+    """What followed the latest earlier place, fewer than `context` tokens back, where the same last
+    tokens stood: as many as possible of up to `longest`.
+
+    ids: (batch, length) int64, of the tokens so far, and of anything behind them. positions: (batch
+    or 1, new) int64, of the new ones among them. Returns token and number of equal tokens, 0 where
+    there is no such place: (batch, new) int64 each.
+    """
+    place = torch.arange(ids.shape[1], device=ids.device)[None]
+    ids = ids.where(place <= positions[:, -1:], -1 - place)  # unlike any other
+    positions = positions.expand(len(ids), -1)
+    group, token = 0, torch.zeros_like(positions)
+    equal = token
+    for back in range(longest):
+        # Places of one group have the same last `back` tokens.
+        before = ids.roll(back, dims=1).where(place >= back, NONE)
+        key, order = (group * WIDE + before).sort(dim=1, stable=True)
+        same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+        latest = torch.empty_like(order).scatter_(1, order, F.pad(order, (1, -1)).where(same, -1))
+        group = torch.empty_like(order).scatter_(1, order, (~same).cumsum(1))
+        latest = latest.gather(1, positions)
+        found = (latest >= 0) & (positions - latest < context) & (positions >= back)
+        token = ids.gather(1, latest + 1).where(found, token)
+        equal = torch.where(found, back + 1, equal)
+    return token, equal
+
+
+class SuffixMatch(nn.Module):
+    """The embedding of the token that `followers` finds, times a gain for the number of equal
+    tokens: (batch, new, channels). Starts at zero.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.context, self.longest = config.max_position_embeddings, config.suffix_match
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.gain = nn.Parameter(torch.ones(self.longest, config.hidden_size))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.embed_tokens.weight)
+        nn.init.ones_(self.gain)
+
+    def forward(self, input_ids: Tensor, past: MixingCache | None) -> Tensor:
+        ids, positions = input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        if past is not None:
+            ids, positions = past.append(PLACE, ids[:, None, :, None])[:, 0, :, 0], past.positions
+        token, equal = followers(ids, positions, self.context, self.longest)
+        gain = F.one_hot(equal, self.longest + 1)[..., 1:].to(self.gain.dtype) @ self.gain
+        return self.embed_tokens(token) * gain

@@ -1,0 +1,21 @@
+"""What followed the last time that the same tokens stood in the context, against a loop."""
+
+import pytest
+import torch
+
+from mixer.models.masked_mixer.suffix import followers
+
+
+@pytest.mark.parametrize("length, longest, context", [(40, 3, 64), (40, 3, 9), (3, 5, 8)])
+def test_the_latest_place_with_the_most_equal_tokens_is_found(length, longest, context):
+    ids = torch.randint(0, 3, (4, length), generator=torch.Generator().manual_seed(0))
+    tokens, equal = followers(ids, torch.arange(length)[None], context, longest)
+    for text, token, count in zip(ids.tolist(), tokens.tolist(), equal.tolist(), strict=True):
+        for i in range(length):
+            found = (0, None)
+            for n in range(1, min(longest, i + 1) + 1):
+                own = text[i - n + 1 : i + 1]
+                places = [j for j in range(n - 1, i) if text[j - n + 1 : j + 1] == own]
+                if places and i - places[-1] < context:
+                    found = (n, text[places[-1] + 1])
+            assert (count[i], token[i] if count[i] else None) == found
