@@ -92,7 +92,7 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
 
     def resize_token_embeddings(self, *arguments, **options) -> nn.Embedding:
         """As in transformers, with the embedding of suffix_match."""
-        embedding, match = super().resize_token_embeddings(*arguments, **options), None
+        embedding = super().resize_token_embeddings(*arguments, **options)
         if (match := self.base_model.suffix_match) is not None:
             rows = len(embedding.weight)
             match.embed_tokens = self._get_resized_embeddings(match.embed_tokens, rows)
