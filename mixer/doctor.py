@@ -77,11 +77,11 @@ def main(arguments: list[str] | None = None) -> None:
         state = "do not run" if problem else "run"
         print(f"GPU {index}: {name}, compute capability {dotted(about)}; kernels {state}")
         problems |= {problem} - {None}
-    for what, fix in sorted(problems):
-        print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
-    print(f"\nThe cuda backend {'will not work' if problems else 'works'} here.")
+    print(f"The cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
         print("Models still run in plain PyTorch. Without an NVIDIA GPU, there is nothing to fix.")
+    for what, fix in sorted(problems):
+        print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     sys.exit(1 if problems else 0)
 
 

@@ -33,6 +33,8 @@ def main(arguments=None) -> None:
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{output} is not a picture; give a name that ends in .png, .svg or .pdf")
+    for run in options.run:
+        read_metrics(run)  # before output: a checkpoint given as a run is the wrong run
     check_writable(output.parent)
     with whole_file(output) as stage:
         if len(options.run) == 1:

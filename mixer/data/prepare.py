@@ -148,28 +148,35 @@ class Corpus:
             raise UserError(f"{problem}: {remedy}")
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
-        """(split, document) of all documents, in order. Says how many rows have no text.
+        """(split, document) of all documents, in order. Says how many rows have no text, and how
+        many training documents are copies of validation documents.
 
         A share is held out by a hash of the text, so a document keeps its split when the corpus
         grows or is reordered, and copies land in the same split. Neither split is empty: the first
         document is for training, and the next that is no copy of it for validation.
         """
+        first, other, validation, copies = None, None, set(), 0
         if self.validation:
             for text in documents(self.validation, self.validation[0].config, say=say):
+                validation.add(text_hash(text))
                 yield "validation", text
-        first = other = None
         for number, text in enumerate(documents(self.training, self.config, say=say)):
             if self.validation:
                 held_out = False
             elif self.config.validation_documents:
                 held_out = number < self.config.validation_documents
+                validation |= {text_hash(text)} if held_out else set()
             elif first is None or text == first:
                 first, held_out = text, False
             elif other is None or text == other:
                 other, held_out = text, True
             else:
                 held_out = text_hash(text) < self.config.validation_fraction * 2**64
+            copies += bool(validation and not held_out and text_hash(text) in validation)
             yield SPLITS[held_out], text
+        if copies:
+            what = "copies of validation documents, so the validation loss will be too low"
+            say(f"{copies:,} training documents are {what}: remove them from either text")
 
 
 Documents = list[tuple[str, str]]  # (split, document) of each

@@ -137,6 +137,20 @@ def test_every_document_comes_back_and_the_counts_are_true(tmp_path):
         assert ends.tolist() == (np.flatnonzero(tokens == manifest.eos_token_id) + 1).tolist()
 
 
+@pytest.mark.parametrize("way", ["path", "documents"])
+def test_training_documents_that_are_copies_of_validation_documents_are_counted(tmp_path, way):
+    texts, said = made_texts(60), []
+    config = config_of(tmp_path, [*texts, *texts[:3]])
+    if way == "documents":
+        config = dataclasses.replace(config, validation_documents=4)
+    else:
+        other = config_of(tmp_path / "other", [*texts[:2], *made_texts(3, seed=1)])
+        config = dataclasses.replace(config, validation_path=other.path)
+    prepare(config, said.append)
+    count = {"documents": 3, "path": 4}[way]  # two of them stand in the training text twice
+    assert [line.split()[0] for line in said if "are copies" in line] == [str(count)]
+
+
 def test_a_vocabulary_beyond_16_bits_is_written_as_uint32(tmp_path):
     tokenizer = train_tokenizer(made_texts(20), 300)
     tokenizer.save_pretrained(str(tmp_path / "big"))

@@ -176,6 +176,9 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
     with pytest.raises(UserError, match="^runs/none does not exist: give a run"):
         report.main(["runs/none"])
     assert not Path("runs").exists()
+    (runs[0] / "step-4/trainer_state").mkdir(parents=True)  # as a checkpoint has
+    with pytest.raises(UserError, match="^slow/step-4/metrics.jsonl does not exist: give a run"):
+        report.main([str(runs[0] / "step-4")])
 
 
 def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, monkeypatch):
