@@ -179,7 +179,7 @@ def test_outputs_are_a_tuple_where_a_call_or_the_configuration_says_so():
     assert model.generate(ids[:, :4], max_new_tokens=3).shape == (3, 7)
 
 
-@pytest.mark.parametrize("mixing", ["flat", "keyed", "keyed-lags"])
+@pytest.mark.parametrize("mixing", ["flat", "keyed", "keyed-lags", "gate-heads"])
 def test_torch_export_serves_batches_of_any_size_and_length(mixing):
     model, ids = small_model(mixing_backend="dense", **MIXINGS[mixing]), tokens(batch=4)
     sizes = [torch.export.Dim("batch", min=2, max=64), torch.export.Dim("tokens", min=3, max=11)]

@@ -23,7 +23,7 @@ def followers(ids: Tensor, positions: Tensor, context: int, longest: int) -> tup
     """
     place = torch.arange(ids.shape[1], device=ids.device)[None]
     ids = ids.where(place <= positions[:, -1:], -1 - place)  # unlike any other
-    positions = positions.expand(len(ids), -1)
+    positions = positions.expand(ids.shape[0], -1)
     group, token = 0, torch.zeros_like(positions)
     equal = token
     for back in range(longest):
@@ -40,6 +40,17 @@ def followers(ids: Tensor, positions: Tensor, context: int, longest: int) -> tup
     return token, equal
 
 
+class Table(nn.Embedding):
+    """An embedding whose rows start alike."""
+
+    def __init__(self, rows: int, channels: int, start: float):
+        self.start = start
+        super().__init__(rows, channels)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.start)
+
+
 class SuffixMatch(nn.Module):
     """The embedding of the token that `followers` finds, times a gain for the number of equal
     tokens: (batch, new, channels). Starts at zero.
@@ -48,17 +59,14 @@ class SuffixMatch(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.context, self.longest = config.max_position_embeddings, config.suffix_match
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.gain = nn.Parameter(torch.ones(self.longest, config.hidden_size))
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.embed_tokens.weight)
-        nn.init.ones_(self.gain)
+        self.embed_tokens = Table(config.vocab_size, config.hidden_size, start=0)
+        self.gain = Table(self.longest, config.hidden_size, start=1)
 
     def forward(self, input_ids: Tensor, past: MixingCache | None) -> Tensor:
         ids, positions = input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         if past is not None:
             ids, positions = past.append(PLACE, ids[:, None, :, None])[:, 0, :, 0], past.positions
         token, equal = followers(ids, positions, self.context, self.longest)
-        gain = F.one_hot(equal, self.longest + 1)[..., 1:].to(self.gain.dtype) @ self.gain
-        return self.embed_tokens(token) * gain
+        number = F.one_hot(equal, self.longest + 1)[..., 1:]  # all zeros where nothing was found
+        # A product, because an embedding's gradient is slow where many tokens share few rows.
+        return self.embed_tokens(token) * (number.to(self.gain.weight.dtype) @ self.gain.weight)
