@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
         problems |= {problem} - {None}
     print(f"The cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
-        print("Models still run in plain PyTorch. Without an NVIDIA GPU, there is nothing to fix.")
+        print("Models run in plain PyTorch. To use an NVIDIA GPU, fix this:")
     for what, fix in sorted(problems):
         print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
     sys.exit(1 if problems else 0)
