@@ -10,6 +10,9 @@ from mixer.models.masked_mixer.suffix import followers
 def test_the_latest_place_with_the_most_equal_tokens_is_found(length, longest, context):
     ids = torch.randint(0, 3, (4, length), generator=torch.Generator().manual_seed(0))
     tokens, equal = followers(ids, torch.arange(length)[None], context, longest)
+    ones = [followers(ids, torch.tensor([[i]]), context, longest) for i in range(length)]
+    assert (torch.cat([one for one, _ in ones], 1) == tokens).all()
+    assert (torch.cat([one for _, one in ones], 1) == equal).all()
     for text, token, count in zip(ids.tolist(), tokens.tolist(), equal.tolist(), strict=True):
         for i in range(length):
             found = (0, None)

@@ -24,16 +24,19 @@ def followers(ids: Tensor, positions: Tensor, context: int, longest: int) -> tup
     place = torch.arange(ids.shape[1], device=ids.device)[None]
     ids = ids.where(place <= positions[:, -1:], -1 - place)  # unlike any other
     positions = positions.expand(ids.shape[0], -1)
-    group, token = 0, torch.zeros_like(positions)
+    group, alike, token = 0, place < positions[:, -1:], torch.zeros_like(positions)
     equal = token
     for back in range(longest):
-        # Places of one group have the same last `back` tokens.
         before = ids.roll(back, dims=1).where(place >= back, NONE)
-        key, order = (group * WIDE + before).sort(dim=1, stable=True)
-        same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
-        latest = torch.empty_like(order).scatter_(1, order, F.pad(order, (1, -1)).where(same, -1))
-        group = torch.empty_like(order).scatter_(1, order, (~same).cumsum(1))
-        latest = latest.gather(1, positions)
+        if positions.shape[1] == 1:  # generation: one token is compared with all others
+            alike = alike & (before == before.gather(1, positions))
+            latest = place.where(alike, -1).amax(1, keepdim=True)
+        else:  # places of one group have the same last `back` tokens
+            key, order = (group * WIDE + before).sort(dim=1, stable=True)
+            same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
+            earlier = F.pad(order, (1, -1)).where(same, -1)
+            latest = torch.empty_like(order).scatter_(1, order, earlier).gather(1, positions)
+            group = torch.empty_like(order).scatter_(1, order, (~same).cumsum(1))
         found = (latest >= 0) & (positions - latest < context) & (positions >= back)
         token = ids.gather(1, latest + 1).where(found, token)
         equal = torch.where(found, back + 1, equal)
