@@ -96,8 +96,8 @@ def test_each_resume_is_as_exact_as_the_first_and_loses_no_step_of_a_logged_mean
 def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
     write_config, launch, tmp_path
 ):
-    config = write_config()
-    launch("--config", config, "name=one").succeed()
+    model = ("--config", write_config(), "model.suffix_match=3")  # parameters outside of blocks
+    launch(*model, "name=one").succeed()
     # processes, batch_size, accumulation: always 8 samples a step
     changes = [(1, 4, 2, {}), (2, 2, 2, FSDP), (4, 2, 1, {}), (2, 1, 4, {})]
     for number, (processes, batch, accumulation, environment) in enumerate(changes):
@@ -105,7 +105,7 @@ def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
         last = 3 * (number + 1)  # with the schedule of 12 steps, stopped by a kill after a save
         options += [f"checkpoint.save_every={last}", "name=many"]
         how = {"processes": processes, "environment": environment}
-        ranks = launch("--config", config, *options, **how)
+        ranks = launch(*model, *options, **how)
         if number < 3:
             ranks.until((tmp_path / f"runs/many/step-{last}").exists).kill()
         else:
