@@ -165,7 +165,8 @@ class Corpus:
                 held_out = False
             elif self.config.validation_documents:
                 held_out = number < self.config.validation_documents
-                validation |= {text_hash(text)} if held_out else set()
+                if held_out:
+                    validation.add(text_hash(text))
             elif first is None or text == first:
                 first, held_out = text, False
             elif other is None or text == other:
