@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import MIXINGS, small_model
 
 from mixer.models.masked_mixer.suffix import followers
 
@@ -22,3 +23,11 @@ def test_the_latest_place_with_the_most_equal_tokens_is_found(length, longest, c
                 if places and i - places[-1] < context:
                     found = (n, text[places[-1] + 1])
             assert (count[i], token[i] if count[i] else None) == found
+
+
+def test_rows_that_a_checkpoint_does_not_have_start_at_zero(tmp_path):
+    model = small_model(**MIXINGS["gate-heads"])
+    model.save_pretrained(tmp_path)
+    other = {"vocab_size": model.config.vocab_size + 7, "ignore_mismatched_sizes": True}
+    loaded = type(model).from_pretrained(tmp_path, **other)
+    assert not loaded.model.suffix_match.embed_tokens.weight.any()
