@@ -18,7 +18,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     follow_launcher()
     if not (options.config or overrides):
-        raise UserError("give --config FILE, such as configs/laptop.yaml or configs/demo.yaml")
+        raise UserError("give --config FILE, such as configs/demo.yaml")
     train(load_config(options.config, overrides))
 
 

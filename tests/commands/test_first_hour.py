@@ -54,7 +54,7 @@ def test_the_documented_commands_lead_from_a_folder_of_text_to_a_shared_model(tm
     held_out.write_text(made_texts(201)[-1])
 
     # Train, killed after the first checkpoint, and the same command again.
-    train = *command("train.py --config configs/laptop.yaml"), *SMALL
+    train = *command("train.py --config configs/demo.yaml name=mine"), *SMALL
     killed = start_python(*train, output=output, directory=tmp_path)
     deadline = time.monotonic() + 60
     while not (run / "step-4").exists():

@@ -98,10 +98,10 @@ def test_a_missing_file_names_those_that_exist(name):
 def test_a_configuration_that_is_not_named_as_one_is_pointed_to(monkeypatch):
     with pytest.raises(UserError, match="configs is a folder; there are: configs/comparison"):
         load_config("configs", [])
-    with pytest.raises(UserError, match="did you mean --config configs/laptop.yaml"):
-        load_config(None, ["configs/laptop.yaml"])
+    with pytest.raises(UserError, match="did you mean --config configs/demo.yaml"):
+        load_config(None, ["configs/demo.yaml"])
     monkeypatch.setattr("sys.argv", ["train.py"])
-    with pytest.raises(UserError, match="give --config FILE, such as configs/laptop.yaml"):
+    with pytest.raises(UserError, match="give --config FILE, such as configs/demo.yaml"):
         main()
 
 
