@@ -167,11 +167,9 @@ class MaskedMixerConfig(PreTrainedConfig):
         chosen = ModelOptions(**given)
         if problems := option_problems(chosen) or shape_problems(chosen):
             raise ValueError("; ".join(problems))
-        for name in NAMES:
-            setattr(self, name, getattr(chosen, name))
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
-        super().__init__(tie_word_embeddings=chosen.tie_word_embeddings, **options)
+        if chosen.intermediate_size is None:
+            chosen.intermediate_size = 4 * chosen.hidden_size
+        super().__init__(**vars(chosen), **options)
 
     @property
     def longest_text(self) -> float:
