@@ -93,13 +93,11 @@ def triangular_conv(
 
 def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
     """matrix (heads, tokens, tokens) @ parts (heads, batch, tokens, width)."""
-    heads, batch, tokens, width = parts.shape
-    if heads == 1 or parts.is_cuda:
+    if len(matrix) == 1 or parts.is_cuda:
         return torch.matmul(matrix[:, None], parts)
     # All samples in one product: torch.matmul would copy the matrix for each sample, and on a CPU
     # those copies are what takes time.
-    side_by_side = parts.transpose(1, 2).reshape(heads, tokens, batch * width)
-    return (matrix @ side_by_side).view(heads, tokens, batch, width).transpose(1, 2)
+    return torch.einsum("hij,hbjc->hbic", matrix, parts)
 
 
 def mix_rows(
