@@ -38,10 +38,8 @@ def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling() and logits.is_cuda:
         return short_token_nats(logits, targets)
-    flat = F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
-    )
-    return flat.view_as(targets)
+    nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return nats.view_as(targets)
 
 
 def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
