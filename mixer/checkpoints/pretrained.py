@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, write_modules
+from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, not_finite, write_modules
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
@@ -222,8 +222,7 @@ def write_new(
 
 def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None:
     """Raises UserError naming the weights that hold a NaN or an infinity."""
-    bad = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
-    if bad:
+    if bad := not_finite(dict(model.named_parameters())):
         remedy = remedy or "its training diverged, or the file is damaged: give another one"
         listed = ", ".join(bad[:3])
         raise UserError(f"{source} has weights that are not finite in {listed}...: {remedy}")
