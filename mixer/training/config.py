@@ -194,11 +194,10 @@ def override(key: str, value: Any) -> str:
 def describe_options() -> str:
     """Every key with its type, default, allowed values and meaning, for --help."""
     lines = ["keys and their defaults, for the YAML file or as section.key=value:"]
-    indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
     for key, item in OPTIONS.items():
         allowed = allowed_values(item).replace("text in quotes", "text")
         lines.append(f"  {override(key, item.default)}: {allowed}")
-        lines += textwrap.wrap(item.metadata["help"], 84, **indent)
+        lines.append(textwrap.indent(textwrap.fill(item.metadata["help"], 78), " " * 6))
     return "\n".join(lines)
 
 
