@@ -221,8 +221,7 @@ def operator(
     """
     from mixer.ops import keyed_kernels
 
-    weights = keyed_kernels.Weights(tiles, rest, falls)
-    return keyed_kernels.forward(query, key, value, weights, bias)
+    return keyed_kernels.forward(query, key, value, Weights(tiles, rest, falls), bias)
 
 
 @operator.register_fake
@@ -244,7 +243,7 @@ def gradients(
     """
     from mixer.ops import keyed_kernels
 
-    weights = keyed_kernels.Weights(tiles, rest, falls)
+    weights = Weights(tiles, rest, falls)
     inputs, sums = keyed_kernels.grad_input(dy, y, query, key, value, weights, bias, level)
     if not of_mixing:
         return inputs, sums, sums.new_empty(0)
