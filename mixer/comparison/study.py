@@ -172,7 +172,7 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         if lines[-1]["step"] < config.train.steps:
             return None
         row |= measured(lines, data.manifest, is_speed=run.about.get("budget") == 0)
-        row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        row["parameters"] = model.num_parameters()
         row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
     if run.keeps:
         row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")

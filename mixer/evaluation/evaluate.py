@@ -183,7 +183,7 @@ def describe_model(
         "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": model.num_parameters(),
         "vocabulary": model.config.get_text_config().vocab_size,
         "context": scoring.context_of(model),
         "tokenizer_sha256": hashlib.sha256(specification).hexdigest(),

@@ -213,16 +213,14 @@ def weights_and_kept(run: RunConfig, data: Manifest, on_gpu: bool) -> tuple[int,
         model = model_class(config)(config)
         tokens = torch.zeros(shape, dtype=torch.int64)
         build_objective(model, run).train()(tokens, tokens)
-    weights = list(model.parameters())
-    for weight in weights:
+    for weight in model.parameters():
         kept.pop(weight.untyped_storage()._cdata, None)
-    bytes_kept = sum(storage.nbytes() for storage in kept.values())
-    return sum(weight.numel() for weight in weights), bytes_kept
+    return model.num_parameters(), sum(storage.nbytes() for storage in kept.values())
 
 
 def banner(run: RunConfig, state: State, samples: int, memory: float, world: World) -> str:
     """What is printed before the first step."""
-    parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
+    parameters = state.model.num_parameters() / 1e6
     is_mixer, on_gpu = run.model.architecture == "masked_mixer", world.device.type == "cuda"
     mixing = run.model.mixing_backend if is_mixer else "attention"
     name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
