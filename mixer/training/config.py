@@ -239,28 +239,22 @@ def _value_problems(run: RunConfig) -> list[str]:
     if problems:  # the rules below need values that are allowed alone
         return problems
     train, optim, architecture = run.train, run.optim, run.model.architecture
-    clashes = [
-        (
-            not run.name or "/" in run.name or run.name in (".", ".."),
-            f"name = {run.name!r}; allowed: a directory name without slashes",
+    clashes = {
+        f"name = {run.name!r}; allowed: a directory name without slashes": (
+            not run.name or "/" in run.name or run.name in (".", "..")
         ),
-        (
-            run.is_contrastive and train.gradient_accumulation_steps > 1,
-            "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
-            "micro-batches would not see each other; allowed: 1",
+        "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
+        "micro-batches would not see each other; allowed: 1": (
+            run.is_contrastive and train.gradient_accumulation_steps > 1
         ),
-        (
-            train.recompute == "activation" and architecture != "masked_mixer",
-            "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
-            f"{architecture}: none, block",
+        "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
+        f"{architecture}: none, block": (
+            train.recompute == "activation" and architecture != "masked_mixer"
         ),
-        (
-            optim.warmup_steps > train.steps,
-            f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, "
-            f"{train.steps}: lower optim.warmup_steps too",
-        ),
-    ]
-    return [text for holds, text in clashes if holds]
+        f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, "
+        f"{train.steps}: lower optim.warmup_steps too": optim.warmup_steps > train.steps,
+    }
+    return [text for text, holds in clashes.items() if holds]
 
 
 # --- YAML --------------------------------------------------------------------
