@@ -327,7 +327,9 @@ def set_recompute(model: PreTrainedModel, what: str) -> None:
             if hasattr(module, "recompute_activation"):
                 module.recompute_activation = True
     if what == "block":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Newer versions of transformers have another name for it, and warn at the old one.
+        old = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
         # This undoes a hook that transformers adds for adapters on a frozen model. torch 2.11
         # cannot compile it where there are no gradients.
         model.disable_input_require_grads()
