@@ -202,6 +202,12 @@ def _write_tokens(
                 said = time.perf_counter()
                 say(_report("tokenised so far", counts, said - began))
     say(_report("tokenised", counts, time.perf_counter() - began))
+    training, validation = (counts[split]["tokens"] for split in SPLITS)
+    if validation > training:
+        say(
+            f"validation has {validation:,} tokens, and training {training:,}: for another split, "
+            "add text or give another data.validation_path, with another data.directory"
+        )
     for split, count in counts.items():
         count["tokens_sha256"] = sha256(directory / f"{split}.bin")
         count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")

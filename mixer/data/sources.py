@@ -264,7 +264,7 @@ def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
             folders.clear()
             continue
         seen.add(real)
-        if {"state.json", "dataset_info.json"}.issubset(names):
+        if {"state.json", "dataset_info.json"}.issubset(names) or "dataset_dict.json" in names:
             raise UserError(
                 f"{folder} was written by save_to_disk of datasets: give data.source=hub "
                 f"data.path={folder} (eval.py: --hub {folder})"

@@ -2,6 +2,7 @@
 masked mixers with, the Llama or Qwen3 of transformers.
 """
 
+import json
 from dataclasses import dataclass, fields
 
 from torch import nn
@@ -97,7 +98,7 @@ def model_problems(model: ModelConfig) -> list[str]:
     is_mixer, heads = model.architecture == "masked_mixer", attention_heads(model)
     problems = [
         f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not "
-        "have; leave it out"
+        f"have; leave it out, or set model.{name}={json.dumps(getattr(ModelConfig, name))}"
         for name in (OF_TRANSFORMERS if is_mixer else OF_MIXERS)
         if getattr(model, name) != getattr(ModelConfig, name)
     ]

@@ -277,8 +277,9 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     if step >= run.train.steps:
         if changed.keys() - HARMLESS:
             raise UserError(
-                f"{run.directory} has {step} steps, which were trained with other settings: "
-                f"{listed}. Restore these, choose another name, or raise train.steps to continue"
+                f"the checkpoint has {step} steps, which were trained with other settings: "
+                f"{listed}. Restore these, raise train.steps to continue, or choose another name "
+                "without checkpoint.resume to start afresh"
             )
     elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")

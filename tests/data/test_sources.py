@@ -166,12 +166,14 @@ def test_the_training_text_under_another_name_is_no_validation_text(tmp_path, li
 
 
 def test_a_dataset_saved_to_disk_is_named_where_it_is_no_source(tmp_path):
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
-    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "saved")
-    for source in ("jsonl", "parquet", "text"):
-        with pytest.raises(UserError, match="saved was written by save_to_disk.*data.source=hub"):
-            documents_of(DataConfig(source=source, path=str(tmp_path)))
+    rows = Dataset.from_dict({"text": ["one"]})
+    for name, saved in ("saved", rows), ("splits", DatasetDict(test=rows, train=rows)):
+        saved.save_to_disk(tmp_path / name / name)
+        for source in ("jsonl", "parquet", "text"):
+            with pytest.raises(UserError, match=f"{name} was written by save_to_disk.*source=hub"):
+                documents_of(DataConfig(source=source, path=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(
@@ -283,8 +285,9 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path):
 
 
 def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
-    config = config_of(tmp_path, made_texts(2), validation_fraction=0.001)
-    assert [split.documents for split in prepare(config, quiet).splits.values()] == [1, 1]
+    config, said = config_of(tmp_path, ["short", *made_texts(1)], validation_fraction=0.001), []
+    assert [split.documents for split in prepare(config, said.append).splits.values()] == [1, 1]
+    assert "add text or give another data.validation_path" in said[-1]
     for name, texts in (("single", made_texts(1)), ("copies", made_texts(1) * 3)):
         refused = config_of(tmp_path / name, texts)
         with pytest.raises(UserError, match="has 1 document .*validation needs .* add files"):

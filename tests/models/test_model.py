@@ -169,6 +169,15 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
     torch.testing.assert_close(model(ids, labels=ids).loss, expected)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_scored(side):
+    model, ids = small_model(), tokens(batch=2, length=6)
+    pad = (2, 0) if side == "left" else (0, 2)
+    padded, mask = (nn.functional.pad(x, pad) for x in (ids, torch.ones_like(ids)))
+    loss = model(padded, attention_mask=mask, labels=padded).loss
+    torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+
+
 def test_outputs_are_a_tuple_where_a_call_or_the_configuration_says_so():
     model, ids = small_model(), tokens()
     loss, logits = model(ids, labels=ids, return_dict=False)

@@ -42,12 +42,13 @@ class InTransformersLoops(GenerationMixin):
 
     @staticmethod
     def predicted_labels(labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """labels (batch, tokens) with -100 for the first token of each text. attention_mask is as
-        in `forward`.
+        """labels (batch, tokens) with -100 for the first token of each text and for padding.
+        attention_mask is as in `forward`.
         """
         mask = labels.new_ones(labels.shape) if attention_mask is None else attention_mask
-        seen = mask.to(labels.device).bool().cumsum(1)[:, -labels.shape[1] :]
-        return labels.masked_fill(seen <= 1, -100)
+        taken, own = mask.to(labels.device).bool(), slice(-labels.shape[1], None)
+        scored = taken[:, own] & (taken.cumsum(1)[:, own] > 1)
+        return labels.masked_fill(~scored, -100)
 
     @property
     def accepts_loss_kwargs(self) -> bool:
