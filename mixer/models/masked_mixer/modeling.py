@@ -275,7 +275,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
                 on either side. Each text is computed as if it stood alone. A padded position
                 repeats the logits of the token before it, or has zeros if there is none.
             labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
-                tokens that are not scored. The first token of a text is never scored.
+                tokens that are not scored. The first token of a text and padding are never scored.
             logits_to_keep: the number of last tokens, or the positions; 0: all.
             past_key_values: the cache that an earlier call returned; it is changed in place.
             use_cache: return a cache. While training with gradient checkpointing there is none.
