@@ -1,7 +1,7 @@
 """Masked mixers: language models that mix tokens by a learned triangular convolution (arXiv
 2409.01482).
 
-Importing this package registers the model with transformers' Auto classes.
+Importing this package registers its models with transformers' Auto classes.
 """
 
 import os
@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from mixer.models import shifted_qwen3 as shifted
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel
@@ -35,6 +36,10 @@ __all__ = [
     "triangular_conv",
 ]
 
-AutoConfig.register(MaskedMixerConfig.model_type, MaskedMixerConfig)
-AutoModel.register(MaskedMixerConfig, MaskedMixerModel)
-AutoModelForCausalLM.register(MaskedMixerConfig, MaskedMixerForCausalLM)
+for config, model, causal in (
+    (MaskedMixerConfig, MaskedMixerModel, MaskedMixerForCausalLM),
+    (shifted.ShiftedQwen3Config, shifted.ShiftedQwen3Model, shifted.ShiftedQwen3ForCausalLM),
+):
+    AutoConfig.register(config.model_type, config)
+    AutoModel.register(config, model)
+    AutoModelForCausalLM.register(config, causal)

@@ -22,7 +22,7 @@ from mixer.models.masked_mixer.configuration import (
     shape_problems,
 )
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.models.shifted_qwen3 import ShiftedQwen3
+from mixer.models.shifted_qwen3 import ShiftedQwen3ForCausalLM
 from mixer.ops.plain import in_autocast_dtype
 
 # For an attention of another name transformers makes no mask, and does not search for texts that
@@ -61,12 +61,12 @@ class Qwen3(Transformer, Qwen3ForCausalLM):
     """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""
 
 
-class TrainedShiftedQwen3(Transformer, ShiftedQwen3):
-    """Qwen3 with shifted keys, which mixers have, too."""
+class ShiftedQwen3(Transformer, ShiftedQwen3ForCausalLM):
+    """Qwen3 with the shifted keys that mixers may have."""
 
 
 # by model.architecture
-TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3, "shifted_qwen3": TrainedShiftedQwen3}
+TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3, "shifted_qwen3": ShiftedQwen3}
 MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
 
 

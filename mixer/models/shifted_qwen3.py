@@ -1,20 +1,19 @@
-"""Qwen3 whose keys get a learned share of the previous token's key, as mixer_key_shift does in a
-masked mixer: the transformer of today with an ingredient that it can share with mixers.
+"""Qwen3 with masked mixers' mixer_key_shift: each key gets a learned share of the previous token's
+key, before its norm and rotation.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+from mixer.common.errors import UserError
 
 
 class ShiftedQwen3Config(Qwen3Config):
-    """Qwen3's configuration under another name, because transformers' Qwen3 has no such keys."""
+    """Under a name of its own, because transformers' Qwen3 would drop the shares."""
 
     model_type = "shifted_qwen3"
-
-    def __init__(self, **options):
-        super().__init__(**options | {"use_cache": False})
 
 
 class ShiftedKeys(nn.Linear):
@@ -29,16 +28,37 @@ class ShiftedKeys(nn.Linear):
         return key + self.share.to(key.dtype) * F.pad(key[:, :-1], (0, 0, 1, 0))
 
 
-class ShiftedQwen3(Qwen3ForCausalLM):
-    """Without a cache, which would lack the previous key: `generate` reads the whole text anew for
-    each token.
+class ShiftedQwen3Model(Qwen3Model):
+    """There is no cache, which would lack the previous key: generation reads the whole text again
+    for each token. Raises UserError for padding on the left, whose keys would be shares of others.
     """
 
     config_class = ShiftedQwen3Config
 
     def __init__(self, config: ShiftedQwen3Config):
         super().__init__(config)
-        for layer in self.model.layers:
+        for layer in self.layers:
             old = layer.self_attn.k_proj
             layer.self_attn.k_proj = ShiftedKeys(old.in_features, old.out_features)
         self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs):
+        if attention_mask is not None and not attention_mask[:, 0].all():
+            raise UserError(
+                "a shifted_qwen3 was given padding on the left; allowed: on the right, or none: "
+                "give one text at a time"
+            )
+        kwargs |= {"past_key_values": None, "use_cache": False}
+        return super().forward(input_ids, attention_mask, **kwargs)
+
+
+class ShiftedQwen3ForCausalLM(Qwen3ForCausalLM):
+    config_class = ShiftedQwen3Config
+
+    def __init__(self, config: ShiftedQwen3Config):
+        super().__init__(config)
+        self.model = ShiftedQwen3Model(config)
+        self.post_init()
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs) -> dict:
+        return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}

@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from runs import read_losses
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModel, AutoModelForCausalLM, Qwen3ForCausalLM, masking_utils
 
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_class, model_config
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
-LLAMA, QWEN3 = "model.architecture=llama", "model.architecture=qwen3"
-both = pytest.mark.parametrize("architecture", [LLAMA, QWEN3])
+LLAMA, QWEN3, SHIFTED = (
+    f"model.architecture={name}" for name in ("llama", "qwen3", "shifted_qwen3")
+)
+every = pytest.mark.parametrize("architecture", [LLAMA, QWEN3, SHIFTED])
 
 
 def build(architecture: str, *overrides: str):
@@ -24,8 +27,13 @@ def build(architecture: str, *overrides: str):
     return model_class(config)(config)
 
 
-def test_it_is_trained_resumed_and_saved_for_transformers(write_config, launch, tmp_path):
-    config, how = write_config(), [QWEN3, "optim.lr=1e-2", "train.steps=16"]
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [(QWEN3, "Qwen3ForCausalLM"), (SHIFTED, "ShiftedQwen3ForCausalLM")]
+)
+def test_it_is_trained_resumed_and_saved_for_transformers(
+    architecture, kind, write_config, launch, tmp_path
+):
+    config, how = write_config(), [architecture, "optim.lr=1e-2", "train.steps=16"]
     launch("--config", config, *how, "name=parts").until(
         lambda: (tmp_path / "runs/parts/step-4/trainer_state/files.json").exists()
     ).stop()
@@ -35,14 +43,14 @@ def test_it_is_trained_resumed_and_saved_for_transformers(write_config, launch, 
     assert read_losses(tmp_path / "runs/parts") == losses
     assert losses[16] < losses[1] - 0.5
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/whole/step-16")
-    assert type(saved).__name__ == "Qwen3ForCausalLM"
-    assert saved.config.architectures == ["Qwen3ForCausalLM"]
+    assert type(saved).__name__ == kind
+    assert saved.config.architectures == [kind]
     assert not (tmp_path / "runs/whole/step-16/modeling.py").exists()
-    with pytest.raises(UserError, match="is 'qwen3' in the checkpoint, now 'masked_mixer'"):
+    with pytest.raises(UserError, match="qwen3' in the checkpoint, now 'masked_mixer'"):
         train(load_config(str(config), ["name=whole"]))
 
 
-@both
+@every
 def test_it_computes_what_transformers_does_and_searches_for_no_packed_texts(
     architecture, monkeypatch
 ):
@@ -57,7 +65,46 @@ def test_it_computes_what_transformers_does_and_searches_for_no_packed_texts(
         own(ids, use_cache=False)
 
 
-@both
+def with_shares() -> Qwen3ForCausalLM:
+    model = build(SHIFTED, "model.hidden_size=64").eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.share)
+    return model
+
+
+def test_shifted_keys_are_those_of_transformers_qwen3_with_shares_added():
+    model, ids = with_shares(), torch.randint(500, (2, 9))
+    plain = Qwen3ForCausalLM(model.config)
+    missing = plain.load_state_dict(model.state_dict(), strict=False)
+    assert not missing.missing_keys
+    for layer, own in zip(model.model.layers, plain.model.layers, strict=True):
+
+        def shifted(projection, inputs, key, share=layer.self_attn.k_proj.share):
+            return torch.stack([key[:, i] + share * key[:, i - 1] * (i > 0) for i in range(9)], 1)
+
+        own.self_attn.k_proj.register_forward_hook(shifted)
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+
+
+def test_shifted_keys_are_loaded_and_generate_what_the_forward_pass_finds(tmp_path):
+    """Without a cache, whatever `generate` is told. Padding on the left is refused."""
+    model, ids = with_shares(), torch.randint(500, (2, 7))
+    model.save_pretrained(tmp_path)
+    loaded, body = (kind.from_pretrained(tmp_path) for kind in (AutoModelForCausalLM, AutoModel))
+    torch.testing.assert_close(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    expected = ids
+    for _ in range(4):
+        following = model(expected).logits[:, -1:].argmax(-1)
+        expected = torch.cat([expected, following], dim=1)
+    for how in ({}, {"use_cache": True}, {"attention_mask": torch.ones_like(ids)}):
+        found = loaded.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, **how)
+        assert torch.equal(found, expected)
+    mask = F.pad(torch.ones_like(ids[:, 1:]), (1, 0))
+    with pytest.raises(UserError, match="given padding on the left; allowed: on the right"):
+        loaded.generate(ids, attention_mask=mask)
+
+
+@every
 def test_the_residual_stream_has_the_autocast_type(architecture):
     model, types = build(architecture, "model.hidden_size=64"), []
     for layer in model.model.layers:
@@ -68,7 +115,7 @@ def test_the_residual_stream_has_the_autocast_type(architecture):
     assert types == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
-@both
+@every
 def test_its_operations_are_those_that_torch_counts_with_the_causal_half_of_attention(architecture):
     model, tokens = build(architecture, "model.hidden_size=128"), 64
     model.set_attn_implementation("eager")  # whose products, of the masked half too, torch counts
