@@ -1,5 +1,5 @@
 """The model of a run, built from its configuration: a masked mixer, or a transformer to compare
-masked mixers with, the Llama or Qwen3 of transformers.
+masked mixers with.
 """
 
 import json
@@ -65,8 +65,7 @@ class ShiftedQwen3(Transformer, ShiftedQwen3ForCausalLM):
     """Qwen3 with the shifted keys that mixers may have."""
 
 
-# by model.architecture
-TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3, "shifted_qwen3": ShiftedQwen3}
+TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3, "shifted_qwen3": ShiftedQwen3}  # by their names
 MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
 
 
@@ -78,9 +77,9 @@ class ModelConfig(MixerOptions):
 
     architecture: str = option(
         "masked_mixer",
-        "masked_mixer, or a transformer to compare with: qwen3, or llama (no norms of queries and "
-        "keys). A transformer's intermediate_size is 8/3 x hidden_size by default: its three "
-        "matrices then have as many parameters as a mixer's two",
+        "masked_mixer, or a transformer to compare with: qwen3, shifted_qwen3 (qwen3 with "
+        "mixer_key_shift) or llama (no norms of queries and keys). Its intermediate_size is 8/3 x "
+        "hidden_size by default: its three matrices have as many parameters as a mixer's two",
         choices=tuple(MODELS),
     )
     num_attention_heads: int | None = option(
