@@ -201,6 +201,6 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
         "validation_loss": validation["validation_loss"],
         "accuracy": validation.get("validation_accuracy"),
         "bits_per_byte": validation.get("validation_bits_per_byte"),
-        "loss": [[n["step"], round(n["loss"], 4)] for n in windows[:: len(windows) // POINTS + 1]],
+        "loss": [[line["step"], line["loss"]] for line in windows[:: len(windows) // POINTS + 1]],
         **{name: validation[name] for name in validation if name.startswith("top1_of_")},
     }

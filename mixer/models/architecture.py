@@ -65,7 +65,7 @@ class ShiftedQwen3(Transformer, ShiftedQwen3ForCausalLM):
     """Qwen3 with the shifted keys that mixers may have."""
 
 
-TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3, "shifted_qwen3": ShiftedQwen3}  # by their names
+TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3, "shifted_qwen3": ShiftedQwen3}  # by architecture
 MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
 
 
