@@ -1,6 +1,7 @@
 """The models:
 
-masked_mixer  the masked mixer; transformers copies its files beside every saved model
-architecture  a run's model, one of these or a transformer to compare with
-retrieval     text embeddings, for either
+masked_mixer   the masked mixer; transformers copies its files beside every saved model
+shifted_qwen3  a transformer to compare it with, which transformers lacks
+architecture   a run's model, one of these or another transformer
+retrieval      text embeddings, for either
 """

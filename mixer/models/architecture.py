@@ -1,6 +1,4 @@
-"""The model of a run, built from its configuration: a masked mixer, or a transformer to compare
-masked mixers with.
-"""
+"""A run's model by its configuration: a masked mixer, or a transformer to compare with."""
 
 import json
 from dataclasses import dataclass, fields

@@ -35,9 +35,19 @@ def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors)
 
 
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(batch, tokens, channels) -> view (heads, batch, tokens, channels of a head)."""
+    return x.unflatten(-1, (heads, -1)).permute(2, 0, 1, 3)
+
+
 def by_head(x: Tensor, heads: int) -> Tensor:
     """(batch, tokens, channels) -> view (batch, heads, tokens, channels of a head)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(heads, batch, tokens, channels of a head) -> (batch, tokens, channels)."""
+    return x.permute(1, 2, 0, 3).flatten(2)
 
 
 def seen_by_tap(x: Tensor, tap: int, taps: int) -> Tensor:
@@ -70,13 +80,13 @@ def triangular_conv(
         weight = toeplitz(lags, tokens)
     heads, taps = weight.shape[:2]
     mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
-    parts = by_head(x, heads).transpose(0, 1)  # (heads, batch, tokens, channels of a head)
+    parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
     y = by_each_head(mask[:, 0], seen_by_tap(parts, 0, taps))
     for tap in range(1, taps):
         y = y + by_each_head(mask[:, tap], seen_by_tap(parts, tap, taps))
     if bias is not None:
         y = y + bias[:, None, :tokens, None].to(y.dtype)
-    y = y.permute(1, 2, 0, 3).flatten(2)
+    y = merge_heads(y)
     y = y if residual is None else y + residual
     return y.contiguous()  # of one text or token, a transposed view may have come so far
 

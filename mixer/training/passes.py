@@ -307,20 +307,11 @@ def set_recompute(model: PreTrainedModel, what: str) -> None:
     """Sets what the backward pass computes again instead of keeping it in memory (selective
     activation recomputation, arXiv 2205.05198).
 
-    With A = batch x tokens x hidden_size numbers of the autocast type, a compiled block keeps for
-    its backward pass
-
-        A    its input, for both residual and norm
-        A    the output of the first norm, an operand of the mixing's weight gradient
-        A    the residual stream after mixing, the input of the second norm
-        A    the output of the second norm, an operand of up_proj's weight gradient
-        4 A  the output of up_proj, the input of the GELU
-        4 A  the output of the GELU, an operand of down_proj's weight gradient
-
-    and small tensors: the norms' statistics, and the packed and cast weights. "none" keeps all
-    12 A. "activation" computes the GELU again and keeps 8 A. "block" keeps only the block's input,
-    A, and computes the whole block again. Without the compiler, autocast also keeps the inputs of
-    the norms in fp32.
+    With A = batch x tokens x hidden_size numbers of the autocast type, a compiled block keeps 12 A:
+    A each for its input, the outputs of both norms and the residual stream after mixing, and 4 A
+    each for the GELU's input and output. "none" keeps all of these. "activation" computes the GELU
+    again and keeps 8 A. "block" keeps only the block's input, and computes the whole block again.
+    Without the compiler, autocast also keeps the inputs of the norms in fp32.
     """
     if what == "activation":
         for module in model.modules():
