@@ -81,10 +81,11 @@ def documents(
             if missing == FIRST_ROWS and not found:
                 break
         elif text and (blank or not text.isspace()):
+            if found == config.max_documents > 0:
+                say(f"data.max_documents = {found}: the text has more; 0 reads all of it")
+                break
             found += 1
             yield text
-            if found == config.max_documents:
-                break
     if not found + missing:
         raise UserError(f"the corpus is empty: no document with text in {config.path}")
     names = " or ".join(map(repr, filter(None, (config.text_field, config.pair_field))))

@@ -44,8 +44,7 @@ class ShiftedQwen3Model(Qwen3Model):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs):
         if attention_mask is not None and not attention_mask[:, 0].all():
-            allowed = "allowed: on the right, or none: give one text at a time"
-            raise UserError(f"a shifted_qwen3 was given padding on the left; {allowed}")
+            raise UserError("a shifted_qwen3 reads no padding on the left: give one text at a time")
         kwargs |= {"past_key_values": None, "use_cache": False}
         return super().forward(input_ids, attention_mask, **kwargs)
 

@@ -311,13 +311,15 @@ def test_a_validation_text_of_its_own_is_all_of_the_validation_split(tmp_path):
     train, held_out = made_texts(20), [*made_texts(3, seed=1), HARD]
     train.append(held_out[0])  # a copy does not change sides
     own = dict(validation_path=str(corpus(tmp_path / "held out", held_out)), max_documents=21)
-    config = config_of(tmp_path, train, **own)
-    manifest = prepare(config, quiet)
+    config, said = config_of(tmp_path, train, **own), []
+    manifest = prepare(config, said.append)
+    assert not any("max_documents" in line for line in said)
     for split, texts in (("train", train), ("validation", held_out)):
         assert decoded_documents(config.directory, split) == texts
         assert manifest.splits[split].documents == len(texts)
     one = dataclasses.replace(config, max_documents=1, directory=str(tmp_path / "one"))
-    assert [split.documents for split in prepare(one, quiet).splits.values()] == [1, 4]
+    assert [split.documents for split in prepare(one, said.append).splits.values()] == [1, 4]
+    assert said.count("data.max_documents = 1: the text has more; 0 reads all of it") == 1
 
 
 def test_a_validation_text_may_be_rows_of_a_file_or_a_split_of_the_hub(tmp_path):

@@ -100,7 +100,7 @@ def test_shifted_keys_are_loaded_and_generate_what_the_forward_pass_finds(tmp_pa
         found = loaded.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, **how)
         assert torch.equal(found, expected)
     mask = F.pad(torch.ones_like(ids[:, 1:]), (1, 0))
-    with pytest.raises(UserError, match="given padding on the left; allowed: on the right"):
+    with pytest.raises(UserError, match="reads no padding on the left: give one text"):
         loaded.generate(ids, attention_mask=mask)
 
 
