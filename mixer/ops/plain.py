@@ -18,6 +18,7 @@ BACKENDS = ("auto", "cuda", "dense")
 # Panels of keyed mixing, at most, and their rows, at least. p panels compute (p + 1) / 2p of the
 # square, but thin ones run at a lower rate, and many take long to compile.
 PANELS, PANEL_ROWS = 8, 64
+FEW_LAGS = 16  # of which each is a product of its own
 EPSILON = 1e-6  # of the norm of queries and keys
 
 
@@ -75,20 +76,47 @@ def triangular_conv(
     and multiplied in full.
     """
     tokens = x.shape[1]
-    if weight is None:
-        lags, bias = for_tokens(tokens, lags, bias)
-        weight = toeplitz(lags, tokens)
-    heads, taps = weight.shape[:2]
-    mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
+    heads, taps = (weight if lags is None else lags).shape[:2]
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = by_each_head(mask[:, 0], seen_by_tap(parts, 0, taps))
-    for tap in range(1, taps):
-        y = y + by_each_head(mask[:, tap], seen_by_tap(parts, tap, taps))
+    y = None
+    for tap in range(taps):
+        inputs = seen_by_tap(parts, tap, taps)
+        if lags is None:
+            mask = weight[:, tap, :tokens, :tokens].tril().to(x.dtype)
+            mixed = by_each_head(mask, inputs)
+        else:
+            mixed = mix_by_lag(inputs, lags[:, tap].to(x.dtype))
+        y = mixed if y is None else y + mixed
     if bias is not None:
-        y = y + bias[:, None, :tokens, None].to(y.dtype)
+        y = y + for_positions(tokens, bias)[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
     y = y if residual is None else y + residual
     return y.contiguous()  # of one text or token, a transposed view may have come so far
+
+
+def mix_by_lag(parts: Tensor, lags: Tensor) -> Tensor:
+    """y[i] = sum over lags k of lags[h, k] * parts[i - k], for parts (heads, batch, tokens, width) and
+    lags (heads, window): in work and memory of tokens times window.
+    """
+    tokens, window = parts.shape[2], lags.shape[-1]
+    if window <= FEW_LAGS:
+        earlier = F.pad(parts, (0, 0, window - 1, 0))
+        y = torch.zeros_like(parts)
+        for lag in range(window):
+            shifted = earlier.narrow(2, window - 1 - lag, tokens)
+            y = y + lags[:, None, lag, None, None] * shifted
+        return y
+    # Of torch.export; a number of panels would fix the number of tokens.
+    if isinstance(tokens, torch.SymInt) or tokens <= 2 * window:
+        return by_each_head(toeplitz(for_tokens(tokens, lags), tokens), parts)
+    # Panels of `window` rows, of which all have the same weights: row r of a panel has lag k at
+    # column r + window - 1 - k.
+    columns = torch.arange(2 * window - 1, device=lags.device)
+    band = lags_at(lags, columns[:window, None] + window - 1 - columns)
+    padded = F.pad(parts, (0, 0, window - 1, -tokens % window))
+    panels = padded.unfold(2, 2 * window - 1, window)  # (heads, batch, panels, width, columns)
+    y = torch.einsum("hrc,hbpwc->hbprw", band, panels)
+    return y.flatten(2, 3)[:, :, :tokens]
 
 
 def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
@@ -192,7 +220,7 @@ def keyed_conv(
     tokens, (heads, context), found = query.shape[1], bias.shape, []
     if weight is None and tokens <= context:  # past it, a square would be larger than all else
         weight = weight_by_lag(lags, decay, tokens)
-    _, bias = for_tokens(tokens, bias, bias)
+    bias = for_positions(tokens, bias)
     query, key, value = (by_head(part, heads) for part in (query, key, value))
     positions = torch.arange(tokens, device=query.device)
     # Of torch.export; a loop over panels would fix the number of tokens.
@@ -287,16 +315,18 @@ def mix_row(
 # ------------------------------------------------------------------------- weights by lag
 
 
-def for_tokens(tokens: int, lags: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Numbers by lag and by position, (..., context) each, extended to `tokens` tokens: further
-    lags are zero, further positions repeat the last number.
-    """
+def for_tokens(tokens: int, lags: Tensor) -> Tensor:
+    """Numbers by lag, (..., window), with zeros for further lags of `tokens` tokens."""
     more = tokens - lags.shape[-1]
+    return lags if more <= 0 else F.pad(lags, (0, more))
+
+
+def for_positions(tokens: int, numbers: Tensor) -> Tensor:
+    """Numbers by position, (..., context), for `tokens` tokens: later ones repeat the last."""
+    more = tokens - numbers.shape[-1]
     if more <= 0:
-        return lags, last
-    if last is not None:
-        last = torch.cat([last, last[..., -1:].expand(*last.shape[:-1], more)], -1)
-    return F.pad(lags, (0, more)), last
+        return numbers
+    return torch.cat([numbers, numbers[..., -1:].expand(*numbers.shape[:-1], more)], -1)
 
 
 def at(positions: Tensor, numbers: Tensor) -> Tensor:
@@ -338,11 +368,13 @@ def weight_by_lag(lags: Tensor, decay: Tensor | None, tokens: int) -> Tensor:
     taps, tokens, tokens), zero above the diagonal. With decay, which keyed mixing has, a mean of
     the tokens so far is added, in which nearer ones count for more.
     """
-    weight = toeplitz(for_tokens(tokens, lags, None)[0], tokens)
+    weight = toeplitz(for_tokens(tokens, lags), tokens)
     if decay is None:
         return weight
-    by_lag, sums = for_tokens(tokens, *falling(decay, lags.shape[-1]))
-    return weight + (toeplitz(by_lag, tokens) / sums[:, :tokens, None])[:, None]
+    by_lag, sums = falling(decay, lags.shape[-1])
+    means = toeplitz(for_tokens(tokens, by_lag), tokens)
+    sums = for_positions(tokens, sums)[:, :tokens, None]
+    return weight + (means / sums)[:, None]
 
 
 def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, length: int) -> Tensor:
