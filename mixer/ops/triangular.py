@@ -256,6 +256,7 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
         and bias.shape == (heads, context)
         and positions.shape in ((1, 1), (batch, 1))
         and memory.stride()[2:] == (width, 1)
+        and memory.data_ptr() % 16 == 0
         and width * x.element_size() % 16 == 0
         and on_one_device(positions, *read)
     )

@@ -92,5 +92,7 @@ def test_random_cases_of_integers_are_exact(seed, kernels):
     residual = random.choice([None, activations(*shape, dtype)])
     operands = (x, lags, bias, residual, dy)
     doubles = [None if tensor is None else tensor.double() for tensor in operands]
-    for ours, truth in zip(results(cuda.short_conv, *operands), results(exact, *doubles), strict=True):
+    for ours, truth in zip(
+        results(cuda.short_conv, *operands), results(exact, *doubles), strict=True
+    ):
         assert torch.equal(ours, truth.to(ours.dtype))
