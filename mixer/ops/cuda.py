@@ -51,9 +51,9 @@ class Params(ctypes.Structure):
 
 
 def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
-    """y, given a weight (heads, taps, context, context) or by lag (heads, taps, window). The kernels
-    have one tap; several are a sum of calls. By lag, the bias is (heads, any number), of which later
-    tokens have the last.
+    """y, given a weight (heads, taps, context, context) or by lag (heads, taps, window). The
+    kernels have one tap; several are a sum of calls. By lag, the bias is (heads, any number), of
+    which later tokens have the last.
     """
     heads, taps = weight.shape[:2]
     by_lag = weight.dim() == 3
@@ -135,7 +135,7 @@ one_tap.register_autograd(_backward, setup_context=_setup_context)
 
 @torch.library.custom_op("mixer::short_conv", mutates_args=())
 def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    """y, for lags (heads, window) of at most SHORT_WINDOW. A bias (heads, 1) is that of all tokens."""
+    """y, for lags (heads, window) of at most SHORT_WINDOW. A bias (heads, 1) is of all tokens."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = {"x": x, "weight": lags, "bias": bias, "residual": residual, "y": y}
     if y.numel():
@@ -152,7 +152,7 @@ def _(x, lags, bias, residual):
 def short_gradients(
     dy: Tensor, x: Tensor, lags: Tensor, biases: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, contiguous, in dy's dtype; and in fp32 dlags (heads, window) and dbias (heads, biases)."""
+    """dx, contiguous, in dy's dtype; in fp32 dlags (heads, window) and dbias (heads, biases)."""
     dx, dlags, dbias = empty_short_gradients(dy, x, lags, biases)
     if not x.numel():
         return dx, dlags.zero_(), dbias.zero_()
@@ -212,8 +212,8 @@ def packed_shape(heads: int, tokens: int, window: int) -> tuple[int, int, int]:
 
 
 def lag_zero(tokens: int, window: int) -> int:
-    """The strip's column of lag 0 in its first row. Its tiles reach back over the tokens, or at most
-    a tile further than the window.
+    """The strip's column of lag 0 in its first row. Its tiles reach back over the tokens, or at
+    most a tile further than the window.
     """
     reach = min(tokens, window + STRIP_ROWS - 1)
     return (reach + STRIP_ROWS - 1) // STRIP_ROWS * STRIP_ROWS
@@ -261,8 +261,8 @@ def _(dy, packed, window=0):
 def grad_weight(
     dy: Tensor, x: Tensor, context: int, heads: int, with_bias: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """dweight (heads, context, context), by lag (heads, window), and dbias (heads, context), or (0,)
-    without bias, in fp32, with exact zeros above the diagonal and beyond the tokens.
+    """dweight (heads, context, context), by lag (heads, window), and dbias (heads, context), or
+    (0,) without bias, in fp32, with exact zeros above the diagonal and beyond the tokens.
     """
     dweight, dbias = empty_gradients(dy, x, context, heads, with_bias, window)
     if not x.numel():

@@ -95,8 +95,8 @@ def triangular_conv(
 
 
 def mix_by_lag(parts: Tensor, lags: Tensor) -> Tensor:
-    """y[i] = sum over lags k of lags[h, k] * parts[i - k], for parts (heads, batch, tokens, width) and
-    lags (heads, window): in work and memory of tokens times window.
+    """y[i] = sum over lags k of lags[h, k] * parts[i - k], for parts (heads, batch, tokens, width)
+    and lags (heads, window), in work and memory of tokens times window.
     """
     tokens, window = parts.shape[2], lags.shape[-1]
     if window <= FEW_LAGS:
@@ -230,11 +230,12 @@ def keyed_conv(
         end, first = min(start + height, tokens), max(0, start + 1 - context)
         part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         places = positions[None, start:end] - first
+        lag = lags_from(places, end - first)
         if weight is None:
-            rows = rows_by_lag(lags, decay, places, end - first)[0, :, 0]
+            rows = rows_by_lag(lags, decay, places, lag)[0, :, 0]
         else:
             rows = weight[:, 0, start:end, first:end].tril(start - first)
-        found.append(mix_keyed(*part, rows, bias[:, start:end], places, context))
+        found.append(mix_keyed(*part, rows, bias[:, start:end], places, lag, context))
     return torch.cat(found, 1)
 
 
@@ -245,6 +246,7 @@ def mix_keyed(
     rows: Tensor,
     bias: Tensor,
     positions: Tensor,
+    lag: Tensor,
     context: int,
 ) -> Tensor:
     """Keyed mixing of some tokens: how well each key matches a query, relative to the mean over the
@@ -252,15 +254,16 @@ def mix_keyed(
 
     Args:
         query: (batch, heads, new, size of a key).
-        key, value: (batch, heads, length, ...), of positions 0 to length - 1.
+        key, value: (batch, heads, length, ...).
         rows: (batch or 1, heads, new, length), zero for later tokens; bias (..., heads, new).
         positions: (batch or 1, new) int64, of the queries.
+        lag: (batch or 1, new, length) int64, how far before a query each key stands.
 
     Returns:
         (batch, new, channels), with matches in fp32 or wider.
     """
     products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
-    seen = window(positions, key.shape[2], context)
+    seen = is_seen(lag, positions, context)
     wide = torch.promote_types(products.dtype, torch.float32)
     scores = products.to(wide) * query.shape[-1] ** -0.5
     count = (positions[:, None, :, None] + 1).clamp(max=context)
@@ -271,31 +274,56 @@ def mix_keyed(
 
 
 def keyed_rows(
-    query: Tensor, memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor
+    query: Tensor, memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor, lag: Tensor
 ) -> Tensor:
-    """`mix_keyed` of a few new tokens, given the keys and values of all tokens so far side by side:
+    """`mix_keyed` of a few new tokens, given the keys and values of earlier tokens side by side:
     memory (batch, heads, length, size of a key + channels of a head). rows, bias and positions are
-    those of `mix_rows`.
+    those of `mix_rows`; lag (batch or 1, new, length) is how far back each column stands.
     """
     key, value = memory.split([query.shape[-1], memory.shape[-1] - query.shape[-1]], -1)
     own, context = at(positions, bias), bias.shape[-1]
-    return mix_keyed(query, key, value, rows[:, :, 0], own, positions, context)
+    return mix_keyed(query, key, value, rows[:, :, 0], own, positions, lag, context)
 
 
-def window(positions: Tensor, length: int, context: int) -> Tensor:
-    """Which of the first `length` tokens the tokens at positions (batch or 1, new) see: the last
-    `context` ones up to their own. (batch or 1, 1, new, length) bool.
+def lags_from(positions: Tensor, length: int) -> Tensor:
+    """How far before tokens at positions (batch or 1, new) the first `length` tokens stand: (batch
+    or 1, new, length), negative for later ones.
     """
-    place, own = torch.arange(length, device=positions.device), positions[:, None, :, None]
-    return (place <= own) & (place > own - context)
+    return positions[..., None] - torch.arange(length, device=positions.device)
 
 
-def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
-    """Writes rows (batch, heads, new, channels of a head) into the memory at positions (batch or 1,
-    new).
+def is_seen(lag: Tensor, positions: Tensor, context: int) -> Tensor:
+    """Which tokens, `lag` (batch or 1, new, length) before tokens at positions (batch or 1, new),
+    are among the last `context` up to these: (batch or 1, 1, new, length) bool.
+    """
+    farthest = positions.clamp(0, context - 1)[..., None]
+    return ((lag >= 0) & (lag <= farthest))[:, None]
+
+
+def write_rows(
+    memory: Tensor, rows: Tensor, columns: Tensor, is_token: Tensor | None = None
+) -> None:
+    """Writes rows (batch, heads, new, channels of a head) into columns (batch or 1, new) of the
+    memory, but for those that are no token.
     """
     texts = torch.arange(len(rows), device=rows.device)[:, None]
-    memory[texts, :, positions] = rows.transpose(1, 2)
+    rows = rows.transpose(1, 2)
+    if is_token is not None and rows.shape[1] > 1:
+        rows = torch.where(is_token[..., None, None], rows, memory[texts, :, columns])
+    memory[texts, :, columns] = rows
+
+
+def last_rows(rows: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """What a ring of so many columns holds after whole texts: rows (batch, heads, tokens, channels
+    of a head) at positions (batch or 1, tokens), -1 for padding, which stands behind the tokens.
+    Returns (batch, heads, at most `columns`, channels), zero where no token is.
+    """
+    last = positions.amax(1, keepdim=True)  # (batch or 1, 1)
+    column = torch.arange(min(columns, rows.shape[2]), device=rows.device)
+    position = last - (last - column) % columns  # the last one that has this column
+    source = position.clamp(min=0)[:, None, :, None]
+    there = rows.gather(2, source.expand(*rows.shape[:2], -1, rows.shape[3]))
+    return there.masked_fill((position < 0)[:, None, :, None], 0)
 
 
 def mix_row(
@@ -330,10 +358,10 @@ def for_positions(tokens: int, numbers: Tensor) -> Tensor:
 
 
 def at(positions: Tensor, numbers: Tensor) -> Tensor:
-    """numbers (heads, context) at positions (batch or 1, new), past the context the last number:
-    (batch or 1, heads, new).
+    """numbers (heads, context) at positions (batch or 1, new), past the context the last number,
+    for padding the first: (batch or 1, heads, new).
     """
-    return numbers[:, positions.clamp(max=numbers.shape[-1] - 1)].transpose(0, 1)
+    return numbers[:, positions.clamp(0, numbers.shape[-1] - 1)].transpose(0, 1)
 
 
 def toeplitz(lags: Tensor, tokens: int) -> Tensor:
@@ -377,12 +405,12 @@ def weight_by_lag(lags: Tensor, decay: Tensor | None, tokens: int) -> Tensor:
     return weight + (means / sums)[:, None]
 
 
-def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, length: int) -> Tensor:
-    """Rows of a weight by lag, for `length` tokens: lags (heads, taps, context), decay (heads,) and
-    positions (batch or 1, new) -> (batch or 1, heads, taps, new, length), zero for later tokens.
+def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, lag: Tensor) -> Tensor:
+    """Rows of a weight by lag: lags (heads, taps, window), decay (heads,), positions (batch or 1,
+    new), and how far back each token stands, lag (batch or 1, new, length) -> (batch or 1, heads,
+    taps, new, length), zero for tokens that a row does not reach or that are not there.
     """
-    # (batch or 1, new, length)
-    lag = positions[..., None] - torch.arange(length, device=lags.device)
+    lag = lag.where(lag <= positions[..., None], -1)
     rows = lags_at(lags, lag)  # (heads, taps, batch or 1, new, length)
     if decay is not None:
         by_lag, sums = falling(decay, lags.shape[-1])

@@ -1,5 +1,5 @@
-"""The kernel of short windows without a GPU: its source runs on the CPU, called as the operator calls
-it.
+"""The kernel of short windows without a GPU: its source runs on the CPU, called as the operator
+calls it.
 """
 
 import ctypes
