@@ -308,7 +308,7 @@ def write_rows(
     """
     texts = torch.arange(len(rows), device=rows.device)[:, None]
     rows = rows.transpose(1, 2)
-    if is_token is not None and rows.shape[1] > 1:
+    if is_token is not None:
         rows = torch.where(is_token[..., None, None], rows, memory[texts, :, columns])
     memory[texts, :, columns] = rows
 

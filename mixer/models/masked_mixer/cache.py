@@ -28,7 +28,7 @@ class MixingCache(Cache):
     """What each convolution keeps of a text, by place: its last inputs or their sum. Pass the cache
     to `forward` as past_key_values. `length` counts columns of the batch including padding, as
     transformers does; `positions` (batch or 1, new) int64 are those of the new tokens, -1 for
-    padding.
+    padding, of which there is some if `has_padding`.
 
     Inputs are kept in a ring: the token at position p in column p % columns. There are as many
     columns as a token reads, and SPARE, so memory and time of a token do not grow with the text.
@@ -49,6 +49,7 @@ class MixingCache(Cache):
         self.longest = 0  # length that this text has had, before tokens were dropped
         self.kept: dict[Place, Tensor] = {}
         self.positions: Tensor | None = None
+        self.has_padding = False
         self.captured: CapturedStep | None = None
 
     @property
@@ -80,7 +81,8 @@ class MixingCache(Cache):
         else:
             # Each has a column of its own, padding too, which is not written.
             following = self.positions[:, :1] + torch.arange(tokens, device=new.device)
-            write_rows(kept, new, following % columns, self.positions >= 0)
+            is_token = self.positions >= 0 if self.has_padding else None
+            write_rows(kept, new, following % columns, is_token)
         return self.extended(place, tokens)
 
     def extended(self, place: Place, new: int) -> Tensor:
@@ -165,8 +167,8 @@ class MixingCache(Cache):
             dropped = self.longest - remaining
             raise ValueError(
                 f"the last {dropped} of {self.longest} tokens were to be dropped; allowed: {SPARE} "
-                "at most, because more have overwritten what the others need: call reset() and give "
-                "the text anew"
+                "at most, because more have overwritten what the others need: call reset() and "
+                "give the text anew"
             )
         self.length = min(remaining, self.length)
 
