@@ -30,7 +30,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError, end_with_parent
-from mixer.common.files import sha256, whole_directory
+from mixer.common.files import as_path, sha256, whole_directory
 from mixer.data import tokenizer as tokenizing
 from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
 from mixer.data.samples import PairFile, TokenFile
@@ -59,11 +59,12 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     if config.source in TASKS:
         manifest, splits, tokenizer = open_task(config, context)
     else:
-        manifest, tokenizer = prepare(config), tokenizing.load_tokenizer(config.directory)
+        manifest, directory = prepare(config), as_path(config.directory)
+        tokenizer = tokenizing.load_tokenizer(directory)
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
-        splits = [kind(config.directory, split, context) for split in SPLITS]
+        splits = [kind(directory, split, context) for split in SPLITS]
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -80,7 +81,7 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     # Prepared data can be used where nothing can be written, so it takes no lock.
     if (manifest := existing_data(config)) is not None:
         return manifest
-    with whole_directory(Path(config.directory).absolute()) as stage:
+    with whole_directory(as_path(config.directory).absolute()) as stage:
         return existing_data(config) or _write(config, stage, say)
 
 

@@ -14,6 +14,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
 from mixer.common.errors import UserError, first_line
+from mixer.common.files import as_path
 
 END_OF_TEXT = "<|endoftext|>"
 # Characters that are tokenized at a time, so that one huge document does not fill the memory.
@@ -52,6 +53,7 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a local directory or the hub. Raises UserError if it cannot be had, is not a
     fast one, or has code of its own, which is never run.
     """
+    name = str(as_path(name))
     options = {"trust_remote_code": False, "local_files_only": Path(name).is_dir()}
     try:
         if own_code := get_tokenizer_config(name, **options).get("auto_map"):

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
+from mixer.common.files import as_path
 from mixer.common.hardware import TYPES
 from mixer.common.options import option
 from mixer.data.config import TASKS, DataConfig
@@ -61,7 +62,7 @@ class EvalOptions:
     @property
     def source(self) -> DataConfig | str | None:
         """What is scored without `text` and `hub`: the run's task, or a data directory."""
-        trainer = read_trainer(Path(self.checkpoint))
+        trainer = read_trainer(as_path(self.checkpoint))
         data = trainer.get("settings", {}).get("data", {})
         is_task = data.get("source") in TASKS and not self.data
         return DataConfig(**data) if is_task else self.data or trainer.get("data_directory")
@@ -91,7 +92,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         streams = list(samples.batch(range(len(samples)))[0].numpy())
         return Text(f"held-out samples of the task {task.source}", streams, task=samples)
     else:
-        text = validation_text(Path(options.source), window, tokenizer)
+        text = validation_text(as_path(options.source), window, tokenizer)
     if options.first_token == "eos":
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")
@@ -112,12 +113,12 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
     """The documents of files or of a hub dataset, as many as have max_tokens targets."""
     field, blank = {"text_field": options.text_field}, options.first_token == "eos"
     if options.text:
-        names = [Path(path).name for path in options.text]
+        names = [as_path(path).name for path in options.text]
         name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
         sources = [DataConfig("text", path, **field) for path in options.text]
     else:
         split = options.split
-        if Path(options.hub, "state.json").is_file():  # saved without splits
+        if (as_path(options.hub) / "state.json").is_file():  # saved without splits
             if split != EvalOptions.split:
                 raise UserError(f"{options.hub} has no splits: leave out --split")
             split = ""

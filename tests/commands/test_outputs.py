@@ -86,7 +86,7 @@ def test_where_no_results_can_go_is_said_before_they_are_computed(
     for place in (file, file / "new"):
         main, arguments, output = commands(inputs, place)[name]
         folder = output.parent if output.suffix else output
-        problem = f"results cannot go to '{folder}': {file} is not a directory"
+        problem = f"nothing can be written to '{folder}': {file} is not a directory"
         if output == file and name in ("convert", "export"):
             problem = f"{file} already exists"
         with pytest.raises(UserError, match=f"^{problem}; choose another --output"):
