@@ -36,7 +36,7 @@ def settled(checkpoint: str | Path) -> Path:
     while a command reads several files.
     """
     checkpoint = as_path(checkpoint)
-    return Path(os.path.realpath(checkpoint)) if checkpoint.is_symlink() else checkpoint
+    return as_path(os.path.realpath(checkpoint)) if checkpoint.is_symlink() else checkpoint
 
 
 def refused(checkpoint: Path, problem: str, more: str = "") -> UserError:

@@ -251,7 +251,8 @@ def check_writable(directory: Path, option: str = "--output") -> None:
     """Raises UserError if nothing can be written to `directory`, which `option` names. It creates
     nothing: call it before hours of work.
     """
-    places = (directory.absolute(), *directory.absolute().parents)
+    directory = directory.absolute()
+    places = (directory, *directory.parents)
     existing = next(path for path in places if os.path.lexists(path))
     problem = ""
     if not is_plain_text(str(directory)):  # some libraries cannot write there

@@ -179,8 +179,9 @@ def describe_model(
 ) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     specification = tokenizer.backend_tokenizer.to_str().encode()
+    place = as_path(directory.resolve())
     return {
-        "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
+        "label": f"{place.parent.name}/{place.name}",
         "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,

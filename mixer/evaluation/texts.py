@@ -158,7 +158,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     streams = [split.tokens]
     if not split.packed:
         streams = np.split(split.tokens, split.document_ends()[:-1])
-    counts, name = split.manifest.splits["validation"], directory.resolve().name
+    counts, name = split.manifest.splits["validation"], as_path(directory.resolve()).name
     sizes = counts.bytes, counts.words, split.manifest.tokenizer_loses
     text = Text(f"validation split of {name}", streams, *sizes)
     if split.cut:

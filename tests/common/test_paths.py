@@ -109,3 +109,12 @@ def test_a_link_to_nothing_is_refused_before_any_work(home, place):
     with pytest.raises(UserError, match="scratch is not a directory; choose another output_dir"):
         train(run)
     assert not said and not (home / "data").exists()
+
+
+def test_a_folder_whose_name_is_no_text_is_refused_for_all_that_is_below(home, monkeypatch):
+    """tokenizers cannot write there, and would end in a traceback."""
+    folder = Path(os.fsdecode(b"caf\xe9"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"caf\\udce9/data': its name is not UTF-8 text; choose"):
+        prepare(DataConfig(source="text", path="~/texts", directory="data"), print)
