@@ -22,7 +22,7 @@ from mixer.data.config import TASKS, DataConfig
 from mixer.data.samples import TokenFile
 from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
 from mixer.data.tasks import TaskSamples
-from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
+from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
 from mixer.evaluation.scoring import DEVICES
 from mixer.ops import BACKENDS
 
@@ -124,11 +124,10 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
             split = ""
         where = options.hub, options.subset, split
         name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where, **field)]
-    encode, sample, targets, text = raw_encoder(tokenizer), [], 0, Text(name, [])
+    encode, sample, targets, text = text_encoder(tokenizer), [], 0, Text(name, [])
     found = (documents(parts_of(source), source, blank) for source in sources)
     for document in itertools.chain.from_iterable(found):
-        ids = itertools.chain(*encode(list(pieces(document))))
-        text.streams.append(np.fromiter(ids, dtype=np.int64))
+        text.streams.append(encode(document).astype(np.int64))
         text.bytes += len(document.encode())
         text.words += len(document.split())
         sample += [document] if len(sample) < SAMPLE else []
@@ -155,14 +154,13 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
         problem = "was prepared with another tokenizer than the checkpoint's"
         raise UserError(f"{directory} {problem}: give data of its run, or --text")
-    streams = [split.tokens]
-    if not split.packed:
-        streams = np.split(split.tokens, split.document_ends()[:-1])
+    tokens = split.tokens
+    streams = [tokens] if split.packed else np.split(tokens, split.document_ends()[:-1])
     counts, name = split.manifest.splits["validation"], as_path(directory.resolve()).name
     sizes = counts.bytes, counts.words, split.manifest.tokenizer_loses
     text = Text(f"validation split of {name}", streams, *sizes)
     if split.cut:
-        kept = [split.tokens[slice(*split.span(row))] for row in range(len(split))]
+        kept = [tokens[slice(*split.span(row))] for row in range(len(split))]
         text = shortened(text, kept, f"at most {context} tokens of each document", tokenizer)
     return text
 
@@ -171,9 +169,9 @@ def shortened(
     text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
 ) -> Text:
     """The text of the streams that are kept, and the size of what their tokens decode to."""
-    sizes, words = token_bytes(tokenizer), 0
+    text_bytes, words = TextBytes(tokenizer, text.streams, text.bytes), 0
     for tokens in kept:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
-    size = sum(int(sizes[tokens].sum()) for tokens in kept)
+    size = round(sum(map(text_bytes.count, kept)))
     return Text(f"{text.name} ({how})", kept, size, words, text.loses)
