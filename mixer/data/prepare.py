@@ -40,6 +40,7 @@ from mixer.data.sources import Part, documents, source_parts, text_hash, texts_o
 from mixer.data.tasks import TaskSamples, open_task
 
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
+LEAST_HELD_OUT = 10_000  # characters of a single document, unless these are above a tenth of it
 REPORT_SECONDS = 5.0
 
 
@@ -140,18 +141,21 @@ class Corpus:
         files = [(part.file, part.file.stat()[1:3]) for part in self.training if part.file]
         held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
-            both = f"{common[0]} belongs to both data.path and data.validation_path"
-            raise UserError(f"{both}: name different files in one of them")
-        splits = (split for split, _ in self.documents())
-        first = next(splits)
-        if all(split == first for split in splits):
+            problem = f"{common[0]} belongs to both data.path and data.validation_path"
+            raise UserError(f"{problem}: name different files in one of them")
+        self.is_one = False  # document, of which the end is held out
+        both = self.documents()
+        first, document = next(both)
+        if all(split == first for split, _ in both):
             text = config.path or f"the text of data.source={config.source}"
             if first == "validation":
                 held = f"data.validation_documents = {config.validation_documents}"
                 raise UserError(f"{held} leaves no document of {text} for training: lower it")
-            problem = f"{text} has 1 document (copies count once), and validation needs another"
-            remedy = "add files, or give data.validation_path (hub: data.validation_split)"
-            raise UserError(f"{problem}: {remedy}")
+            if config.pair_field or len(document) < 2:
+                problem = f"{text} has 1 document (copies count once), and validation needs another"
+                remedy = "add files, or give data.validation_path (hub: data.validation_split)"
+                raise UserError(f"{problem}: {remedy}")
+            self.is_one = True
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text, and how
@@ -159,8 +163,16 @@ class Corpus:
 
         A share is held out by a hash of the text, so a document keeps its split when the corpus
         grows or is reordered, and copies land in the same split. Neither split is empty: the first
-        document is for training, and the next that is no copy of it for validation.
+        document is for training, and the next that is no copy of it for validation. If there is
+        only one, the end of it is held out, and said.
         """
+        if self.is_one:
+            (text,) = deque(documents(self.training, self.config, say=say), maxlen=1)
+            start = start_of_end(text, self.config.validation_fraction)
+            held_out = f"{len(text) - start:,} of its {len(text):,} characters"
+            say(f"there is one document: its end is for validation, {held_out}")
+            yield from (("train", text[:start]), ("validation", text[start:]))
+            return
         first, other, validation, copies = None, None, set(), 0
         if self.validation:
             for text in documents(self.validation, self.validation[0].config, say=say):
@@ -184,6 +196,15 @@ class Corpus:
         if copies:
             what = "copies of validation documents, so the validation loss will be too low"
             say(f"{copies:,} training documents are {what}: remove them from either text")
+
+
+def start_of_end(text: str, share: float) -> int:
+    """Where the end of a text starts that is held out: a share of it, or, of a short text, up to a
+    tenth, to have some samples. If there is a line's end nearby, it starts behind that.
+    """
+    size = max(1, int(share * len(text)), min(len(text) // 10, LEAST_HELD_OUT))
+    start = len(text) - size
+    return text.rfind("\n", max(1, start - size), start) + 1 or start
 
 
 class Piece(NamedTuple):

@@ -49,8 +49,8 @@ class TokenFile:
             raise UserError(
                 f"the {split} split of {directory} has {self.counts.tokens} tokens, but a context "
                 f"of {context} needs at least {context + 1} (a pair of passages: a document of "
-                f"{2 * context}); choose a shorter context, or more text for this split, with "
-                "another data.directory"
+                f"{2 * context}); choose a shorter context, or more text for this split (a larger "
+                "data.validation_fraction), with another data.directory"
             )
 
     @property
