@@ -2,11 +2,14 @@
 JSON file that is not what it should be is one message.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -19,6 +22,7 @@ from mixer.common.files import (
     locked,
     read_json,
     sha256,
+    whole_directory,
     write_text,
 )
 
@@ -54,6 +58,33 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
         with pytest.raises(UserError, match="step-4 is a checkpoint.*; choose another --output"):
             check_writable(tmp_path / place)
     check_writable(tmp_path / "evaluation")
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_a_killed_process_of_another_host_has_left_goes_where_the_lock_reaches_it(
+    tmp_path, monkeypatch, has_locks
+):
+    """As where a job is queued again; without locks, that process may still write."""
+    if not has_locks:
+        error = OSError(errno.ENOSYS, "Function not implemented")
+        monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=error, __name__="flock"))
+    outputs = "data", "my@data", "more.data"
+    for output in outputs:
+        monkeypatch.setattr("socket.gethostname", lambda: "node1.cluster")
+        with suppress(KeyboardInterrupt), whole_directory(tmp_path / output) as stage:
+            monkeypatch.setattr(files, "remove", lambda path: None)  # the process is killed
+            (stage / "train.bin").write_text("half")
+            raise KeyboardInterrupt
+        monkeypatch.undo()
+    assert not any((tmp_path / output).exists() for output in outputs)
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=error, __name__="flock"))
+    monkeypatch.setattr("socket.gethostname", lambda: "node2")
+    with whole_directory(tmp_path / "data") as stage:
+        (stage / "train.bin").write_text("whole")
+    assert (tmp_path / "data/train.bin").read_text() == "whole"
+    left = {f".partial-node1.cluster@{output}" for output in outputs[has_locks:]}
+    assert {path.name for path in tmp_path.glob(".partial-*")} == left
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
