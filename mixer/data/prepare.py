@@ -18,12 +18,13 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -93,16 +94,20 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
-    corpus, are_pairs = Corpus(config), bool(config.pair_field)
+    are_pairs = bool(config.pair_field)
+    with time_told("reading the text", say):
+        corpus = Corpus(config)
     training = (document for split, document in corpus.documents() if split == "train")
     texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        sample = tokenizing.training_sample(texts)
-        tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
+        with time_told("training the tokenizer", say):
+            sample = tokenizing.training_sample(texts)
+            tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
-        tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
-        loses = tokenizing.loss_of_text(tokenizer, texts)
+        with time_told("reading the tokenizer, and a sample of the text", say):
+            tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
+            loses = tokenizing.loss_of_text(tokenizer, texts)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = tokenizing.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
@@ -122,6 +127,27 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
+
+
+@contextmanager
+def time_told(what: str, say: Say) -> Iterator[None]:
+    """Says every REPORT_SECONDS for how long `what` is going on, by a thread: nothing inside may
+    fork, as a child has no thread to release what this one holds.
+    """
+    began, ended = time.perf_counter(), threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(REPORT_SECONDS):
+            with suppress(OSError):  # nobody reads the output
+                say(f"{what}: {time.perf_counter() - began:.0f} s so far")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Corpus:
@@ -242,9 +268,10 @@ def _write_tokens(
             f"validation has {validation:,} tokens, and training {training:,}: for another split, "
             "add text or give another data.validation_path, with another data.directory"
         )
-    for split, count in counts.items():
-        count["tokens_sha256"] = sha256(directory / f"{split}.bin")
-        count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
+    with time_told("hashing the token files", say):
+        for split, count in counts.items():
+            count["tokens_sha256"] = sha256(directory / f"{split}.bin")
+            count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
     return counts
 
 
