@@ -336,7 +336,7 @@ def cache_home() -> Path:
     a home, as in some containers.
     """
     if named := os.environ.get("MIXER_CACHE"):
-        return Path(named)
+        return as_path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
 
 
