@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, get_args
 
+import psutil
+
 from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.common.options import is_plain_text, type_name
 
@@ -26,6 +28,8 @@ LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
 LARGE = 2e9  # bytes; hashing them takes noticeable time
 # How network file systems and FUSE answer calls that they do not support.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
+# Options of Lustre and NFS by which a lock is this host's alone.
+LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 
 @contextmanager
@@ -90,16 +94,16 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
     """Yields a temporary path beside `place`, under a lock. If the block fails, nothing of it
     stays, and a system error becomes a UserError about `output`.
     """
-    # The host is in the name because not every file system has locks.
+    # The host is in the name because not every file system has locks that reach other hosts.
     stage = place.with_name(f"{STAGE}{socket.gethostname()}@{place.name}")
     lock = place.with_name(f"{STAGE}{place.name}.lock")
     waiting = f"waiting for another process, which writes {output} ({lock} is its lock)"
     try:
         with locked(lock, lambda: say_on_stderr(waiting)) as is_alone:
             try:
-                # left behind by killed processes, also of other hosts where the lock reaches these
-                for path in _stages_of(place) if is_alone else [stage]:
-                    remove(path)
+                for path in _stages_of(place):  # left behind by killed processes
+                    if path == stage or (is_alone and _locks_reach_all_hosts(place)):
+                        remove(path)
                 yield stage
             finally:
                 remove(stage)
@@ -117,6 +121,16 @@ def _stages_of(place: Path) -> list[Path]:
     """The temporary paths beside a place that become it, of all hosts."""
     stages = place.parent.glob(f"{STAGE}*@*")
     return [path for path in stages if path.name.partition("@")[2] == place.name]
+
+
+def _locks_reach_all_hosts(path: Path) -> bool:
+    """Whether other hosts that share a path's file system see its locks, as far as is known."""
+    mounts = psutil.disk_partitions(all=True)
+    above = [mount for mount in mounts if path.resolve().is_relative_to(mount.mountpoint)]
+    mount = max(above, key=lambda mount: len(mount.mountpoint), default=None)
+    if mount is None:
+        return True
+    return not (mount.fstype.startswith("fuse") or LOCAL_LOCKS.intersection(mount.opts.split(",")))
 
 
 def as_system_error(error: BaseException) -> BaseException:

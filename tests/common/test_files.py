@@ -7,8 +7,8 @@ import fcntl
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -60,31 +60,30 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
     check_writable(tmp_path / "evaluation")
 
 
-@pytest.mark.parametrize("has_locks", [True, False])
-def test_what_a_killed_process_of_another_host_has_left_goes_where_the_lock_reaches_it(
-    tmp_path, monkeypatch, has_locks
+@pytest.mark.parametrize("locks", ["reach other hosts", "are a host's own", "are missing"])
+def test_what_a_killed_process_of_another_host_has_left_goes_where_locks_reach_it(
+    tmp_path, monkeypatch, locks
 ):
-    """As where a job is queued again; without locks, that process may still write."""
-    if not has_locks:
-        error = OSError(errno.ENOSYS, "Function not implemented")
-        monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=error, __name__="flock"))
+    """As where a job is queued again. Where they do not, that process may still write."""
     outputs = "data", "my@data", "more.data"
     for output in outputs:
-        monkeypatch.setattr("socket.gethostname", lambda: "node1.cluster")
-        with suppress(KeyboardInterrupt), whole_directory(tmp_path / output) as stage:
-            monkeypatch.setattr(files, "remove", lambda path: None)  # the process is killed
-            (stage / "train.bin").write_text("half")
-            raise KeyboardInterrupt
-        monkeypatch.undo()
-    assert not any((tmp_path / output).exists() for output in outputs)
-    if not has_locks:
+        (tmp_path / f".partial-node1.cluster@{output}").mkdir()
+    own = {
+        "fstype": "lustre",
+        "opts": "rw,localflock" if locks == "are a host's own" else "rw,flock",
+    }
+    mounts = [SimpleNamespace(mountpoint=str(tmp_path), **own)]
+    mounts.append(SimpleNamespace(mountpoint="/", fstype="ext4", opts="rw"))
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    if locks == "are missing":
+        error = OSError(errno.ENOSYS, "Function not implemented")
         monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=error, __name__="flock"))
-    monkeypatch.setattr("socket.gethostname", lambda: "node2")
     with whole_directory(tmp_path / "data") as stage:
         (stage / "train.bin").write_text("whole")
     assert (tmp_path / "data/train.bin").read_text() == "whole"
-    left = {f".partial-node1.cluster@{output}" for output in outputs[has_locks:]}
-    assert {path.name for path in tmp_path.glob(".partial-*")} == left
+    left = outputs[1:] if locks == "reach other hosts" else outputs
+    expected = {f".partial-node1.cluster@{output}" for output in left}
+    assert {path.name for path in tmp_path.glob(".partial-*")} == expected
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
