@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import check_writable, whole_file
+from mixer.common.files import as_path, check_writable, whole_file
 from mixer.reporting.figure import GREY, PLAIN, curves, short_name
 from mixer.reporting.text import read_metrics, series, table
 from mixer.training.config import read_yaml
@@ -27,8 +27,8 @@ def main(arguments=None) -> None:
     options = parser.parse_args(arguments)
     if options.published and len(options.run) > 1:
         raise UserError("--published goes with one run: give one, or leave it out")
-    first = Path(options.run[0])
-    output = Path(options.output or (first if first.is_dir() else first.parent))
+    first = as_path(options.run[0])
+    output = as_path(options.output or (first if first.is_dir() else first.parent))
     if output.is_dir() or not options.output:
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
     if output.suffix not in (".png", ".svg", ".pdf"):

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
-from mixer.common.files import check_writable, read_json, write_json
+from mixer.common.files import as_path, check_writable, read_json, write_json
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
@@ -39,6 +39,7 @@ class Study:
     """
 
     def __init__(self, output: Path, plan: dict, command: str, commit: str):
+        output = as_path(output)
         self.file, self.folder = (output.with_name(output.name + end) for end in (".json", "-runs"))
         found, otherwise = {"runs": {}}, "give another --output, or delete it to start afresh"
         if self.file.exists():

@@ -8,13 +8,15 @@ import textwrap
 from pathlib import Path
 
 from mixer.common.errors import Say, UserError, say_on_stderr
+from mixer.common.files import as_path
 
 WIDTH = 100
 
 
 def read_metrics(path: str | Path) -> list[dict]:
     """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`."""
-    path = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
+    path = as_path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
     lines = [line for _, line in readable_lines(path, say_on_stderr)] if path.is_file() else []
     if not lines:
         problem = "has no line that can be read" if path.exists() else "does not exist"

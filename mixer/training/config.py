@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import yaml
 
 from mixer.common.errors import UserError
+from mixer.common.files import as_path
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
@@ -126,7 +127,7 @@ class RunConfig:
 
     @property
     def directory(self) -> Path:
-        return Path(self.output_dir) / self.name
+        return as_path(self.output_dir) / self.name
 
     @property
     def is_contrastive(self) -> bool:
@@ -317,11 +318,12 @@ def read_yaml(path: str | Path) -> dict:
     """The sections of a configuration file. Raises UserError for a file that is missing, not YAML,
     or not a mapping.
     """
+    path = as_path(path)
     try:
         with open(path, encoding="utf-8") as file:  # errors name it
             given = parse_yaml(file) or {}
     except (FileNotFoundError, IsADirectoryError):
-        is_folder, path = Path(path).is_dir(), Path(path)
+        is_folder = path.is_dir()
         near = (path if is_folder else path.parent).glob("*.yaml")
         names = ", ".join(sorted(map(str, [*near] or Path("configs").glob("*.yaml")))) or "none"
         problem = f"{path} is a folder" if is_folder else f"no configuration file {path}"

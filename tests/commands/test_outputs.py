@@ -86,7 +86,7 @@ def test_where_no_results_can_go_is_said_before_they_are_computed(
     for place in (file, file / "new"):
         main, arguments, output = commands(inputs, place)[name]
         folder = output.parent if output.suffix else output
-        problem = f"results cannot go to '{folder}': {file} is not a directory"
+        problem = f"nothing can be written to '{folder}': {file} is not a directory"
         if output == file and name in ("convert", "export"):
             problem = f"{file} already exists"
         with pytest.raises(UserError, match=f"^{problem}; choose another --output"):
@@ -123,7 +123,7 @@ def test_an_earlier_output_stays_as_it_was(inputs, tmp_path, call, name):
 
 def test_what_a_killed_command_has_left_is_replaced(inputs, tmp_path, call):
     main, arguments, output = commands(inputs, tmp_path / "output")["export"]
-    left = output / f".partial-{socket.gethostname()}-output"
+    left = output / f".partial-{socket.gethostname()}@output"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_text("half")
     call(main, arguments)
