@@ -11,7 +11,8 @@ from pathlib import Path
 from mixer.common.errors import UserError, end_at_interrupt
 
 # Ctrl-C is one line also while a command imports what follows, which takes seconds.
-if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == Path(__file__).parents[1]:
+command = next(iter(getattr(sys, "argv", [])), "")  # a program that embeds Python may have none
+if command == "-m" or Path(command).resolve().parent == Path(__file__).parents[1]:
     sys.excepthook = end_at_interrupt
 # Idle threads sleep rather than spin on a core that another process could use: where all cores are
 # busy, training is ten times as fast. PyTorch reads the variable when it is loaded.

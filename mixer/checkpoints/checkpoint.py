@@ -215,7 +215,7 @@ class CheckpointWriter:
     gathers the shards of the others.
 
     `save` returns when the state is copied to the host's memory. An error in the writing thread is
-    raised by the next `save` or `wait`.
+    raised by the next call.
     """
 
     def __init__(
@@ -256,6 +256,13 @@ class CheckpointWriter:
         """Links `best` to the best checkpoint, once the pending ones are written."""
         # A copy, because training adds losses while the thread reads them.
         self._submit(link_best, self.directory, dict(validation_losses))
+
+    def raise_failure(self) -> None:
+        """Raises OSError if the system has refused to write the last checkpoint. Waits for
+        nothing.
+        """
+        while self.jobs and self.jobs[0].done():
+            self.jobs.pop(0).result()
 
     def wait(self) -> None:
         """Waits until all is written. Raises OSError if the system refused to write it."""

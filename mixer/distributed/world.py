@@ -47,13 +47,8 @@ class World:
 
     def say(self, line: str) -> None:
         """Prints a line, on the main process alone."""
-        if not self.is_main:
-            return
-        try:
+        if self.is_main:
             print(line, flush=True)
-        except BrokenPipeError:
-            # The reader has ended, as `tee` does at Ctrl-C. The run continues, and still saves.
-            sys.stdout = open(os.devnull, "w")
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank; every process gets them."""

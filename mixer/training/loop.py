@@ -14,6 +14,7 @@ from mixer.checkpoints.checkpoint import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision, memory_for
+from mixer.common.terminal import lasting_output
 from mixer.data.prepare import open_data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
@@ -32,6 +33,7 @@ from mixer.training.passes import useful_flops
 from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
 
 
+@lasting_output()
 def train(run: RunConfig) -> PreTrainedModel:
     """Trains `run` on all processes of the launch, from its newest complete checkpoint on. Returns
     the model, which FSDP has sharded.
@@ -107,6 +109,7 @@ class Trainer:
                 with self.timer.count("paused"):
                     self.evaluate()
             while counters.step < self.run.train.steps and not stopped:
+                self.writer.raise_failure()
                 self.stop.ask()
                 self.step()
                 stopped = self.between_steps()
@@ -153,13 +156,15 @@ class Trainer:
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
         saving = stopping or (done and run.checkpoint.save_last)
         saving = saving or is_due(run.checkpoint.save_every, counters.step)
-        if is_due(run.logging.log_every, counters.step) or done:
-            self.log()
+        logging = is_due(run.logging.log_every, counters.step) or done
+        line = self.log() if logging else ""
         if saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
         with self.timer.count("paused"):
             if saving:
-                self.save()  # before the evaluation, whose failure must not cost the checkpoint
+                self.save()  # before anything whose failure must not cost the checkpoint
+            if logging:
+                self.world.say(line)
             if evaluating:
                 self.evaluate()
         if done or not stopping:
@@ -178,8 +183,8 @@ class Trainer:
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
         counters.skipped_steps += self.guard.look(counters.step)
 
-    def log(self) -> None:
-        """Writes and shows a line of metrics."""
+    def log(self) -> str:
+        """Writes a line of metrics, and returns it for people."""
         self.settle()
         counters, scaler = self.counters, self.scaler
         loss = float(self.world.sum(self.nats)) / (counters.tokens - counters.logged_tokens)
@@ -194,7 +199,7 @@ class Trainer:
         line |= self.timer.window(counters.tokens, flops, self.world, precision)
         if self.metrics:
             self.metrics.write(line)
-        self.world.say(as_text(line, self.run.train.steps))
+        return as_text(line, self.run.train.steps)
 
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/checkpoint.py for what it holds."""

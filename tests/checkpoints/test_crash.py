@@ -207,7 +207,11 @@ def fail_in_the_thread() -> None:
     checkpoint.save_file = failing
 
 
-def test_an_error_of_the_writing_thread_ends_the_run(write_config, launch):
-    ranks = launch("--config", write_config(), "train.steps=100000", before=fail_in_the_thread)
+def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(
+    write_config, launch, tmp_path
+):
+    options = ("train.steps=100000", "train.eval_every=0", "checkpoint.save_every=500")
+    ranks = launch("--config", write_config(), *options, before=fail_in_the_thread)
     assert ranks.wait() == [1]
     assert "ValueError: made to fail" in ranks.output
+    assert 500 <= read_lines(tmp_path / "runs/small")[-1]["step"] < 900
