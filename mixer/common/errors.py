@@ -120,6 +120,11 @@ def rank() -> int:
     return int(os.environ["RANK"]) if is_launched() else 0
 
 
+def processes() -> int:
+    """How many the launcher has started; 1 if none has."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
+
+
 def oddity() -> str:
     """The problem if the environment names a rank but no launcher has set it, else ""."""
     given = {name: os.environ[name] for name in NAMES if name in os.environ}

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, processes
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.values import parse_yaml, read_yaml
-from mixer.data.config import DataConfig, without_unused
+from mixer.data.config import FILE_SOURCES, DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.optim import OptimConfig
 
@@ -36,6 +36,7 @@ INSTEAD = {
     "model.value_embeddings": "leave it out for a new run; commit 98969e4 continues an old one",
     "model.zero_init": "leave it out, also of an old run: it changed initial weights alone",
 }
+PAIRED = ("builtin", *FILE_SOURCES, "hub")  # values of data.source that have pairs of texts
 
 
 @dataclass
@@ -243,7 +244,7 @@ def _value_problems(run: RunConfig) -> list[str]:
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     if problems:  # the rules below need values that are allowed alone
         return problems
-    train, optim, architecture = run.train, run.optim, run.model.architecture
+    train, data, architecture = run.train, run.data, run.model.architecture
     clashes = {
         f"name = {run.name!r}; allowed: a directory name without slashes": (
             not run.name or "/" in run.name or run.name in (".", "..")
@@ -252,11 +253,21 @@ def _value_problems(run: RunConfig) -> list[str]:
         "micro-batches would not see each other; allowed: 1": (
             run.is_contrastive and train.gradient_accumulation_steps > 1
         ),
+        "train.batch_size = 1 with train.objective = contrastive in one process, where a query "
+        "would have no target to tell its own from; allowed: 2 or more": (
+            run.is_contrastive and train.batch_size * processes() == 1
+        ),
+        f"data.source = {data.source!r} with train.objective = contrastive, but a task has no "
+        f"pairs of texts; allowed: {', '.join(PAIRED)}": (
+            run.is_contrastive and data.source not in PAIRED
+        ),
+        f"data.pair_field = {data.pair_field!r} is data.text_field too, so that both texts of a "
+        "pair would be the same; allowed: another field, or none": (
+            data.pair_field == data.text_field
+        ),
         "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
         f"{architecture}: none, block": (
             train.recompute == "activation" and architecture != "masked_mixer"
         ),
-        f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, "
-        f"{train.steps}: lower optim.warmup_steps too": optim.warmup_steps > train.steps,
     }
     return [text for text, holds in clashes.items() if holds]

@@ -30,7 +30,14 @@ from mixer.training.optim import (
     set_learning_rate,
 )
 from mixer.training.passes import useful_flops
-from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
+from mixer.training.start import (
+    LESS_MEMORY,
+    banner,
+    check_pairs,
+    needed_gb,
+    save_config,
+    start_state,
+)
 
 
 @lasting_output()
@@ -65,6 +72,8 @@ class Trainer:
         context = run.model.max_position_embeddings
         self.data = data = open_data(run.data, context, run.is_contrastive, world.say)
         world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
+        if run.is_contrastive:
+            check_pairs(data, run.data.directory)
         memory = needed_gb(run, data.manifest, world)
         self.state = state = start_state(run, data, world)
         self.model, self.passes = state.model, state.passes

@@ -75,10 +75,11 @@ def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> t
         count = min(len(data.validation), samples or MOST_PAIRS, MOST_PAIRS)
         model = world.accelerator.unwrap_model(parallel).eval()  # it gives vectors
         place = world.device, world.rank, world.size
-        vectors = world.sum(pair_vectors(model, data.validation, count, batch_size, place))
+        found = pair_vectors(model, data.validation, count, batch_size, place)
+        vectors, keys = map(world.sum, found)
         model.train()
-        loss = info_nce(*vectors, 0, run.train.temperature).mean().item()
-        shares = top1(*vectors)
+        loss = info_nce(*vectors, keys, 0, run.train.temperature).mean().item()
+        shares = top1(*vectors, keys)
         said = "".join(f"{name.replace('_', ' ')} {share:.1%}, " for name, share in shares.items())
         said += f"{count:,} of {len(data.validation):,} pairs"
         return {"validation_loss": loss, "validation_pairs": count} | shares, said

@@ -40,7 +40,9 @@ class OptimConfig:
     schedule: str = option(
         "cosine", "decay of lr after the warm-up", choices=("cosine", "linear", "constant")
     )
-    warmup_steps: int = option(500, "steps of linear warm-up", at_least=0)
+    warmup_steps: int = option(
+        500, "steps of linear warm-up, at most train.steps of them", at_least=0
+    )
     min_lr_ratio: float = option(0.0, "final learning rate as a share of lr", at_least=0, at_most=1)
     weight_decay: float = option(0.01, "of weights; biases, norms and lags have none", at_least=0)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
@@ -203,9 +205,10 @@ def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """The rate of step `step` (0 is the first) of `steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # 0 .. 1
+    warmup_steps = min(config.warmup_steps, steps)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)  # 0 .. 1
     if config.schedule == "constant":
         return config.lr
     is_linear = config.schedule == "linear"

@@ -25,6 +25,7 @@ from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
+from mixer.models.retrieval import text_keys
 from mixer.training.backend import settle_backend
 from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import build_optimizer, learning_rate
@@ -92,6 +93,21 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     directory = used_settings(run)["data"].get("directory", "")
     recorded = {"data": identity, "data_directory": directory} | record
     return State(model, passes, optimizer, counters, recorded, resumed, wandb_id)
+
+
+def check_pairs(data: Data, directory: str) -> None:
+    """Raises UserError where contrastive training would have nothing to tell apart, as all targets
+    of a split, or of many pairs spread over it, are one text.
+    """
+    for split, pairs in (("train", data.training), ("validation", data.validation)):
+        count = min(len(pairs), 1024)
+        _, targets = pairs.batch([number * len(pairs) // count for number in range(count)])
+        if len(text_keys(targets).unique()) == 1:
+            raise UserError(
+                f"the {split} split of {directory} has one target in {count:,} pairs, and a loss "
+                "of 0; allowed: two different ones or more. Give a text with others, or another "
+                "data.validation_fraction, and another data.directory"
+            )
 
 
 def find_checkpoint(run: RunConfig, world: World) -> Path | None:
@@ -235,11 +251,14 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     begins = f"resuming {state.resumed}" if state.resumed else fresh
     begins += "" if left else f", already finished ({steps:,} steps); raise train.steps to continue"
     about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
+    warmup, cut = run.optim.warmup_steps, ""
+    if left and warmup > steps:
+        cut = f"\noptim.warmup_steps = {warmup:,} is cut to train.steps, {steps:,}"
     return (
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
         f"{name}\n{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
         f"{samples:,} samples\n{about} {memory:.1f} GB of memory, at least "
-        f"{timedelta(seconds=round(seconds))}; {begins}"
+        f"{timedelta(seconds=round(seconds))}; {begins}{cut}"
     )
 
 

@@ -22,7 +22,7 @@ from mixer.data.tokenizer import load_tokenizer
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 from mixer.export import export
 from mixer.models.architecture import ModelConfig, model_class, model_config
-from mixer.models.retrieval import info_nce, text_vectors, top1
+from mixer.models.retrieval import info_nce, text_keys, text_vectors, top1
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.passes import Contrastive
@@ -105,14 +105,39 @@ def test_top_1_is_counted_among_the_candidates_of_each_group():
     ]
     scores = queries[:1024] @ targets[:1024].T
     among_all = (scores.argmax(1) == torch.arange(1024)).float().mean().item()
-    shares = top1(queries, targets)
+    shares = top1(queries, targets, torch.arange(1100))
     assert shares.keys() == {"top1_of_32", "top1_of_1024"}
     assert shares["top1_of_32"] == pytest.approx(torch.cat(nearest).float().mean().item())
     assert shares["top1_of_1024"] == pytest.approx(among_all)
     assert 0.1 < shares["top1_of_1024"] < shares["top1_of_32"] < 1
     same = torch.ones(64, 8)
-    assert top1(same, same)["top1_of_32"] == 1 / 32, "vectors that are all alike find nothing"
-    assert info_nce(same, same, 0, 0.02).mean().item() == pytest.approx(math.log(64))
+    keys = torch.arange(64)
+    assert top1(same, same, keys)["top1_of_32"] == 1 / 32, "vectors that are all alike find nothing"
+    assert info_nce(same, same, keys, 0, 0.02).mean().item() == pytest.approx(math.log(64))
+
+
+def test_copies_of_a_querys_own_target_are_right_and_no_negatives():
+    generator = torch.Generator().manual_seed(0)
+    two = torch.nn.functional.normalize(torch.randn(2, 8, generator=generator), dim=-1)
+    queries = torch.nn.functional.normalize(torch.randn(64, 8, generator=generator), dim=-1)
+    which = torch.randint(0, 2, (64,), generator=generator)
+    losses = info_nce(queries[32:], two[which], which, 32, TEMPERATURE)
+    for query, own, loss in zip(queries[32:], which[32:], losses, strict=True):
+        powers = torch.exp(query @ two.T / TEMPERATURE)
+        others = int((which != own).sum())
+        expected = -torch.log(powers[own] / (powers[own] + others * powers[1 - own]))
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    right = ((queries @ two.T).argmax(1) == which).float().mean().item()
+    assert top1(queries, two[which], which)["top1_of_32"] == pytest.approx(right)
+
+
+def test_two_texts_have_one_key_only_where_they_are_the_same():
+    texts = torch.randint(0, 3, (5000, 6), generator=torch.Generator().manual_seed(0))
+    texts[:, 4:] = torch.where(texts[:, 4:] == 2, -100, texts[:, 4:])
+    keys = text_keys(texts)
+    assert len(keys.unique()) == len(texts.unique(dim=0))
+    _, number = texts.unique(dim=0, return_inverse=True)
+    assert all(len(keys[number == one].unique()) == 1 for one in range(20))
 
 
 # ------------------------------------------------------------------------- data
@@ -267,7 +292,41 @@ def assert_sentence_transformers_has_the_same_vectors(checkpoint) -> None:
         np.testing.assert_allclose(found, trained_vectors(checkpoint), atol=1e-5)
 
 
+REFUSED = {
+    "train.batch_size=1": "train.batch_size = 1 with .* in one process.*; allowed: 2 or more",
+    "data.source=copy": "a task has no pairs of texts; allowed: builtin, text, jsonl, parquet, hub",
+    "data.source=recall": "data.source = 'recall'",
+    "data.source=needle": "data.source = 'needle'",
+    "data.pair_field=summary": "data.pair_field = 'summary' is data.text_field too",
+}
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED.items(), ids=REFUSED)
+def test_training_that_cannot_learn_is_refused(pairs_config, given, said):
+    with pytest.raises(UserError, match=f"1 problem.*\n.*{said}"):
+        load_config(str(pairs_config), [*CONTRASTIVE, given])
+
+
+def test_pairs_that_all_have_one_target_are_refused_and_two_targets_are_learned(
+    pairs_config, tmp_path
+):
+    def train_on(answers: list[str]) -> list[dict]:
+        rows = [{"summary": f"{a} {n}", "story": a} for n, a in enumerate(answers * 300)]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        own = [f"data.directory={tmp_path}/{len(answers)}", f"name={len(answers)}"]
+        train(load_config(str(pairs_config), [*CONTRASTIVE, *own, "train.steps=30"]))
+        return read_lines(tmp_path / "runs" / str(len(answers)))
+
+    with pytest.raises(UserError, match="the train split of .* has one target in .* pairs"):
+        train_on(["yes it is"])
+    lines = train_on(["yes it is", "no it is not"])
+    assert lines[-1]["validation_loss"] < 0.1 and lines[-1]["top1_of_32"] > 0.9
+
+
 def test_two_processes_learn_what_one_does(pairs_config, launch, tmp_path):
+    """Also where two thirds of the targets are copies of one."""
+    rows = [row | {"story": "ba ."} if n % 3 else row for n, row in enumerate(made_pairs(1500))]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = ("--config", pairs_config, *CONTRASTIVE, "train.steps=12", "train.eval_every=6")
     launch(*command, "name=one").succeed()
     launch(*command, "name=two", "train.batch_size=16", processes=2).succeed()
