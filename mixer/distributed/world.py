@@ -13,10 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, environment
 from torch import Tensor
 
-from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
+from mixer.common.errors import (
+    NAMES,
+    UserError,
+    end_at_interrupt,
+    first_line,
+    is_launched,
+    oddity,
+)
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
 ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
@@ -129,17 +137,32 @@ def build_accelerator(precision: str) -> Accelerator:
     """accelerate as its launcher set it up: one process, DDP or FSDP, on one host or several.
 
     precision: "no" (fp32), "fp16" or "bf16". The configuration decides precision, accumulation and
-    compilation; the launcher's settings for them are ignored.
+    compilation; the launcher's settings for them are ignored. Raises UserError for a device that is
+    not there, and whatever else accelerate's variables ask for in vain.
     """
-    accelerator = Accelerator(
-        # Without this, accelerate takes torchrun's processes on a CPU for separate runs.
-        cpu=is_launched() and not torch.cuda.is_available(),
-        mixed_precision=precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        dynamo_backend="no",
-        # Gradients stay in the buckets in which DDP sums them: no step copies them back.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run of this process
+    try:
+        accelerator = Accelerator(
+            # Without this, accelerate takes torchrun's processes on a CPU for separate runs.
+            cpu=is_launched() and not torch.cuda.is_available(),
+            mixed_precision=precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            dynamo_backend="no",
+            # Gradients stay in the buckets in which DDP sums them: no step copies them back.
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+        torch.ones(1, device=accelerator.device).item()
+    except Exception as error:  # each library raises its own kinds
+        names = [name for name in sorted(os.environ) if name.startswith(("ACCELERATE_", "FSDP_"))]
+        names += [name for name in NAMES if name in os.environ]
+        variables = ", ".join(f"{name}={os.environ[name]}" for name in names) or "none"
+        refusal = UserError(
+            f"accelerate cannot start ({first_line(error):.200}). Its variables here: {variables}; "
+            "correct those that ask for what this machine lacks, or unset them"
+        )
+        if dist.is_initialized():
+            leave_with_error(refusal)
+        raise refusal from error
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
         plugin, fp32 = accelerator.state.fsdp_plugin, torch.float32
         # Gradients are summed in fp32, as in DDP; accelerate would sum them in the compute type.

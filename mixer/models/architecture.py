@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import nn
 from transformers import (
@@ -141,6 +142,23 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
         bos_token_id=None,
         **common,
     )
+
+
+def saved_options(config: dict[str, Any]) -> dict[str, Any]:
+    """What `model_config` made a config.json of: the options of the section `model`, as far as they
+    are there; empty for a model of another kind. The backend is the machine's, not the model's.
+    """
+    kinds = {kind.config_class.model_type: name for name, kind in MODELS.items()}
+    architecture = kinds.get(config.get("model_type"))
+    names = {name: name for name in (*SHARED, *OF_TRANSFORMERS)} | {
+        "layer_norm_eps": "rms_norm_eps"
+    }
+    if architecture == "masked_mixer":
+        names = {name: name for name in (*SHARED, *OF_MIXERS) if name != "mixing_backend"}
+    if architecture is None:
+        return {}
+    options = {name: config[saved] for name, saved in names.items() if saved in config}
+    return {"architecture": architecture} | options
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

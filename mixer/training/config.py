@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from mixer.common.errors import UserError, processes
+from mixer.common.files import read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.values import parse_yaml, read_yaml
 from mixer.data.config import FILE_SOURCES, DataConfig, without_unused
-from mixer.models.architecture import ModelConfig, model_problems
+from mixer.models.architecture import ModelConfig, model_problems, saved_options
 from mixer.training.optim import OptimConfig
 
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
@@ -44,7 +45,11 @@ class TrainConfig:
     """The loop."""
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
-    init_from: str = option("", "a checkpoint or export whose weights a new run starts from")
+    init_from: str = option(
+        "",
+        "a checkpoint or export whose weights a new run starts from; the options of the model come "
+        "from it",
+    )
     objective: str = option(
         "language",
         "language: predict the next token; contrastive: find a text's partner (docs/retrieval.md)",
@@ -164,7 +169,12 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         if problem := _set(run, key, value):
             problems.append(f"{problem} ({origin})")
     run.data = without_unused(run.data)
-    problems += _value_problems(run)
+    problems += _single_problems(run)
+    if run.train.init_from and not problems:
+        _take_model(run, {key for key, _, _ in entries})
+        problems += option_problems(run.model, "model.")
+    problems += [f"model.{problem}" for problem in model_problems(run.model)]
+    problems = problems or _clashes(run)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         listed = "\n".join(f"  - {problem}" for problem in problems)
@@ -236,14 +246,34 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
     return None
 
 
-def _value_problems(run: RunConfig) -> list[str]:
-    """Values that are not allowed, alone or together."""
+def _single_problems(run: RunConfig) -> list[str]:
+    """Values that are not allowed, whatever the others are."""
     problems = option_problems(run)
     for section in SECTIONS:
         problems += option_problems(getattr(run, section), f"{section}.")
-    problems += [f"model.{problem}" for problem in model_problems(run.model)]
-    if problems:  # the rules below need values that are allowed alone
-        return problems
+    return problems
+
+
+def _take_model(run: RunConfig, keys: set[str]) -> None:
+    """Gives a run with train.init_from that model's options, but for those that `keys` set: what
+    they contradict is refused when the weights are read. A run that goes on has its own checkpoints
+    for that, also where the weights that it began from are gone.
+    """
+    begins = [run.train.init_from]
+    if run.checkpoint.resume != "auto":
+        begins.insert(0, run.checkpoint.resume)
+    files = [*run.directory.glob("step-*/config.json"), *(Path(b, "config.json") for b in begins)]
+    file = next((file for file in files if file.is_file()), None)
+    options = saved_options(read_json(file, "give another checkpoint")) if file else {}
+    if "model.architecture" in keys and run.model.architecture != options.get("architecture"):
+        return
+    for name, value in options.items():
+        if f"model.{name}" not in keys:
+            _set(run, f"model.{name}", value)
+
+
+def _clashes(run: RunConfig) -> list[str]:
+    """Values that are allowed alone, but not together."""
     train, data, architecture = run.train, run.data, run.model.architecture
     clashes = {
         f"name = {run.name!r}; allowed: a directory name without slashes": (

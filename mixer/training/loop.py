@@ -31,9 +31,9 @@ from mixer.training.optim import (
 )
 from mixer.training.passes import useful_flops
 from mixer.training.start import (
-    LESS_MEMORY,
     banner,
     check_pairs,
+    less_memory,
     needed_gb,
     save_config,
     start_state,
@@ -80,7 +80,7 @@ class Trainer:
         self.accelerated, self.counters = state.optimizer, state.counters
         self.optimizer = self.accelerated.optimizer
         # A run that was killed between a save and its evaluation makes up for the evaluation.
-        self.owes_evaluation = state.resumed is None or self.evaluation_due(self.counters.step)
+        self.owes_evaluation = self.evaluation_due(self.counters.step)
         self.metrics = None
         if world.is_main:
             if self.counters.step < run.train.steps:  # else it stays as it is
@@ -253,7 +253,8 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
     listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
     try:
-        with memory_for(accelerator.device, f"training {run.directory}", listed, LESS_MEMORY):
+        device, what = accelerator.device, f"training {run.directory}"
+        with memory_for(device, what, listed, less_memory(run, device)):
             yield
     except BaseException as error:
         if isinstance(error, OSError):

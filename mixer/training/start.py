@@ -2,6 +2,7 @@
 that it will take, and the record of what it trains with.
 """
 
+import os
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from mixer.checkpoints import restore
 from mixer.checkpoints.checkpoint import earlier_settings, find_resume, remove_partial
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
-from mixer.common.hardware import memory_limit, product_flops
+from mixer.common.hardware import lacks_bf16, memory_limit, product_flops
 from mixer.common.values import as_yaml
 from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
@@ -79,6 +80,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
             restore.start_from(Path(run.train.init_from), model, data.tokenizer)
     else:
         trainer = restore.load_trainer(resumed, identity)
+        check_start(trainer, run.train.init_from)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
@@ -175,11 +177,6 @@ def parallelize(
 # ------------------------------------------------------------------------- what it will take
 
 
-LESS_MEMORY = (
-    "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
-    "factor (the losses stay the same); or set train.recompute=block or "
-    "train.mixed_precision=bf16; or choose a smaller model. Then run the same command again"
-)
 SHORT = 512  # tokens
 
 
@@ -200,9 +197,26 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         if needed > (limit := memory_limit(world.device)):
             raise UserError(
                 f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, but "
-                f"the limit is {limit / 2**30:.1f}. {LESS_MEMORY}"
+                f"the limit is {limit / 2**30:.1f}. {less_memory(run, world.device)}"
             )
     return needed / 2**30
+
+
+def less_memory(run: RunConfig, device: torch.device) -> str:
+    """What to change for a run that needs less memory: all that helps and is not done already."""
+    train, advice = run.train, []
+    if train.batch_size > (2 if run.is_contrastive else 1):
+        lower = "lower train.batch_size"
+        if not run.is_contrastive:
+            lower += " and raise train.gradient_accumulation_steps by the same factor (the losses "
+            lower += "stay the same)"
+        advice.append(lower)
+    if train.recompute != "block":
+        advice.append("set train.recompute=block")
+    if train.mixed_precision == "no":
+        advice.append(f"set train.mixed_precision={'fp16' if lacks_bf16(device) else 'bf16'}")
+    advice.append("choose a smaller model")
+    return f"To need less: {'; or '.join(advice)}. Then run the same command again"
 
 
 def weights_and_kept(run: RunConfig, data: Manifest, on_gpu: bool) -> tuple[int, int]:
@@ -286,6 +300,7 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     if trainer is None:
         return {"settings": settings, "earlier": {}}
     before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
+    before.pop("train.init_from", None)  # see check_start
     changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
@@ -306,6 +321,21 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
         _warn_of_rate(run, changed, step, world)
         earlier = earlier | {str(step): changed}
     return {"settings": settings, "earlier": earlier}
+
+
+def check_start(trainer: dict[str, Any], now: str) -> None:
+    """Raises UserError unless train.init_from is `now` the folder that the run of trainer.json has
+    begun from: a run that goes on has those weights, and reads no others.
+    """
+    before = dict(flatten(trainer.get("settings", {}))).get("train.init_from", now)
+    if before == now or (before and now and os.path.realpath(before) == os.path.realpath(now)):
+        return
+    began = f"from {before}" if before else "without it"
+    restore = f"set train.init_from={before}" if before else "leave it out"
+    raise UserError(
+        f"train.init_from = {now!r}, but the run has begun {began}: {restore}, or choose another "
+        "name without checkpoint.resume to start afresh"
+    )
 
 
 def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: World) -> None:
