@@ -24,11 +24,11 @@ A checkpoint is complete or does not exist: everything is written to step-1000.p
 disk, and renamed. Older checkpoints are deleted only after that. None holds a NaN or an infinity.
 """
 
+import itertools
 import json
 import math
 import os
 import re
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,10 @@ from mixer.common.files import (
     if_supported,
     publish,
     read_json,
+    remove,
     sha256,
 )
+from mixer.common.terminal import counted
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -146,8 +148,8 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
         say(f"skipping {path}: {problem}")
     if candidates:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
-            f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); give "
-            "another checkpoint.resume, or choose another name to start afresh"
+            f"none of {counted(len(candidates), 'checkpoint')} can be used ({path}: {problem}); "
+            "give another checkpoint.resume, or choose another name to start afresh"
         )
     return None
 
@@ -175,8 +177,11 @@ def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
             _remove(path)
 
 
-def link_best(directory: Path, validation_losses: dict[int, float | None]) -> None:
-    """Links `best` to the checkpoint with the lowest validation loss, if there is one.
+def link_best(
+    directory: Path, validation_losses: dict[int, float | None], say: Say = print
+) -> None:
+    """Links `best` to the checkpoint with the lowest validation loss, if there is one. A folder of
+    that name, which a copy of a run has if links were followed, is renamed.
 
     validation_losses: by step; None or NaN where the loss was not finite.
     """
@@ -184,17 +189,23 @@ def link_best(directory: Path, validation_losses: dict[int, float | None]) -> No
     scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
     if not scored:
         return
-    best, partial = min(scored, key=scored.get), directory / "best.partial"
-    partial.unlink(missing_ok=True)
-    otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
+    best = min(scored, key=scored.get)
+    link, partial = directory / "best", directory / "best.partial"
+    remove(partial)
+    otherwise = f"there is no {link}, and {best} is kept no longer than the others"
     if if_supported(otherwise, os.symlink, best, partial):
-        os.replace(partial, directory / "best")
+        if link.is_dir() and not link.is_symlink():
+            names = (directory / f"best-copy-{number}" for number in itertools.count(1))
+            aside = next(path for path in names if not os.path.lexists(path))
+            os.rename(link, aside)
+            say(f"{link} was a folder, and is {aside} now: training links it to {best}")
+        os.replace(partial, link)
 
 
 def remove_partial(directory: Path) -> None:
     """Deletes what a killed save or deletion has left behind."""
     for path in directory.glob("step-*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def _remove(checkpoint: Path) -> None:
@@ -202,9 +213,9 @@ def _remove(checkpoint: Path) -> None:
     cannot be deleted, as on NFS while another process reads them, go at the run's next start.
     """
     doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
     os.rename(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
 
 
 # ------------------------------------------------------------------------- written by a run
@@ -255,7 +266,7 @@ class CheckpointWriter:
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, once the pending ones are written."""
         # A copy, because training adds losses while the thread reads them.
-        self._submit(link_best, self.directory, dict(validation_losses))
+        self._submit(link_best, self.directory, dict(validation_losses), self.world.say)
 
     def raise_failure(self) -> None:
         """Raises OSError if the system has refused to write the last checkpoint. Waits for
@@ -307,7 +318,7 @@ class CheckpointWriter:
             flush(self.directory / "metrics.jsonl")
             complete(partial, final)
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
+            remove(partial)  # its space may be what is missing
             raise as_system_error(error) from error
         self.world.say(f"saved {final}")
         prune(self.directory, trainer["step"], self.keep, self.keep_every)

@@ -1,10 +1,17 @@
-"""Printing where the reader may go: a terminal that is closed, or `tee` at Ctrl-C."""
+"""Printing where the reader may go, as a terminal that is closed, or `tee` at Ctrl-C; and how
+quantities are printed.
+"""
 
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Such as "1 step" or "1,000 steps"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 class LastingStream:

@@ -12,6 +12,7 @@ import yaml
 from mixer.common.errors import UserError, processes
 from mixer.common.files import read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
+from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
 from mixer.data.config import FILE_SOURCES, DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems, saved_options
@@ -176,8 +177,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     problems = problems or _clashes(run)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         listed = "\n".join(f"  - {problem}" for problem in problems)
+        count = counted(len(problems), "problem")
         raise UserError(f"{count} in the configuration:\n{listed}")
     return run
 

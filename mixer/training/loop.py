@@ -1,6 +1,7 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -10,7 +11,7 @@ import transformers
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from mixer.checkpoints.checkpoint import CheckpointWriter
+from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision, memory_for
@@ -114,6 +115,8 @@ class Trainer:
         """All steps that are left, or those until a signal. Returns the model."""
         counters, stopped = self.counters, False
         try:
+            if self.metrics:  # a copied run may lack the link, by which the best one is spared
+                self.writer.link_best(self.metrics.validation_losses)
             if self.owes_evaluation:
                 with self.timer.count("paused"):
                     self.evaluate()
@@ -129,6 +132,7 @@ class Trainer:
             self.stop.close()
         if self.metrics:
             self.metrics.close()
+        self.world.say(closing(self.run, counters.step, stopped))
         return self.model
 
     def step(self) -> None:
@@ -176,13 +180,7 @@ class Trainer:
                 self.world.say(line)
             if evaluating:
                 self.evaluate()
-        if done or not stopping:
-            return False
-        self.writer.wait()
-        self.world.say(
-            f"stopped by a signal after step {counters.step}. The same command continues from there"
-        )
-        return True
+        return stopping and not done
 
     def settle(self) -> None:
         """Waits for the device and reads what it has counted. Raises UserError where gradients end
@@ -237,6 +235,18 @@ class Trainer:
             self.metrics.write({"step": step, "tokens": self.counters.tokens} | found)
             self.writer.link_best(self.metrics.validation_losses)
         self.world.say(f"step {step}: validation loss {loss:.4f}, {said}")
+
+
+def closing(run: RunConfig, step: int, stopped: bool) -> str:
+    """A run's last line: what there is, and what can be done with it."""
+    if stopped:
+        return f"stopped by a signal after step {step}. The same command continues from there"
+    saved = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
+    use = ["mixer.report", str(run.directory)]
+    if checkpoint := next((path for path in saved if path.is_dir()), None):
+        use = ["mixer.eval", "--checkpoint", str(checkpoint)]
+        use += ["--pairs", run.data.directory] * run.is_contrastive
+    return f"{run.directory} is done. Next: {shlex.join(['python', '-m', *use])}"
 
 
 def is_due(every: int, step: int) -> bool:

@@ -21,6 +21,7 @@ from mixer.checkpoints.checkpoint import earlier_settings, find_resume, remove_p
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import lacks_bf16, memory_limit, product_flops
+from mixer.common.terminal import counted
 from mixer.common.values import as_yaml
 from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
@@ -106,9 +107,9 @@ def check_pairs(data: Data, directory: str) -> None:
         _, targets = pairs.batch([number * len(pairs) // count for number in range(count)])
         if len(text_keys(targets).unique()) == 1:
             raise UserError(
-                f"the {split} split of {directory} has one target in {count:,} pairs, and a loss "
-                "of 0; allowed: two different ones or more. Give a text with others, or another "
-                "data.validation_fraction, and another data.directory"
+                f"the {split} split of {directory} has one target in {counted(count, 'pair')}, "
+                "and a loss of 0; allowed: two different ones or more. Give a text with others, "
+                "or another data.validation_fraction, and another data.directory"
             )
 
 
@@ -255,25 +256,31 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     is_mixer, on_gpu = run.model.architecture == "masked_mixer", world.device.type == "cuda"
     mixing = run.model.mixing_backend if is_mixer else "attention"
     name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
-    processes = f"{world.size} process{'es' * (world.size > 1)}{', FSDP' * world.is_sharded}"
+    processes = counted(world.size, "process", "processes") + ", FSDP" * world.is_sharded
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
     tokens = batch * run.sample_tokens  # of a step
     steps, left = run.train.steps, max(0, run.train.steps - state.counters.step)
     flops = left * tokens * useful_flops(state.model, run)
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
+    time = timedelta(seconds=round(seconds))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
-    begins += "" if left else f", already finished ({steps:,} steps); raise train.steps to continue"
-    about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
-    warmup, cut = run.optim.warmup_steps, ""
-    if left and warmup > steps:
-        cut = f"\noptim.warmup_steps = {warmup:,} is cut to train.steps, {steps:,}"
-    return (
-        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
-        f"{name}\n{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
-        f"{samples:,} samples\n{about} {memory:.1f} GB of memory, at least "
-        f"{timedelta(seconds=round(seconds))}; {begins}{cut}"
+    begins += (
+        ""
+        if left
+        else f", already finished ({counted(steps, 'step')}); raise train.steps to continue"
     )
+    about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
+    lines = [
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
+        f"{name}",
+        f"{counted(steps, 'step')} of {counted(tokens, 'token')}, {steps * batch / samples:.2f} "
+        f"epochs of {counted(samples, 'sample')}",
+        f"{about} {memory:.1f} GB of memory, at least {time}; {begins}",
+    ]
+    if left and (warmup := run.optim.warmup_steps) > steps:
+        lines.append(f"optim.warmup_steps = {warmup} is cut to train.steps, {steps}")
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------- the record
@@ -312,9 +319,9 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     if step >= run.train.steps:
         if changed.keys() - HARMLESS:
             raise UserError(
-                f"the checkpoint has {step} steps, which were trained with other settings: "
-                f"{listed}. Restore these, raise train.steps to continue, or choose another name "
-                "without checkpoint.resume to start afresh"
+                f"the checkpoint has {counted(step, 'step')}, which were trained with other "
+                f"settings: {listed}. Restore these, raise train.steps to continue, or choose "
+                "another name without checkpoint.resume to start afresh"
             )
     elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")

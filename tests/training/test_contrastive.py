@@ -308,7 +308,7 @@ def test_training_that_cannot_learn_is_refused(pairs_config, given, said):
 
 
 def test_pairs_that_all_have_one_target_are_refused_and_two_targets_are_learned(
-    pairs_config, tmp_path
+    pairs_config, tmp_path, capsys
 ):
     def train_on(answers: list[str]) -> list[dict]:
         rows = [{"summary": f"{a} {n}", "story": a} for n, a in enumerate(answers * 300)]
@@ -320,6 +320,8 @@ def test_pairs_that_all_have_one_target_are_refused_and_two_targets_are_learned(
     with pytest.raises(UserError, match="the train split of .* has one target in .* pairs"):
         train_on(["yes it is"])
     lines = train_on(["yes it is", "no it is not"])
+    told = f"Next: python -m mixer.eval --checkpoint {tmp_path}/runs/2/best --pairs {tmp_path}/2\n"
+    assert capsys.readouterr().out.endswith(told)
     assert lines[-1]["validation_loss"] < 0.1 and lines[-1]["top1_of_32"] > 0.9
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import run_python
 from runs import RECIPE, ROOT, read_lines, read_losses
 from texts import corpus
 from torch.nn.functional import cross_entropy
@@ -73,6 +74,9 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
         rf"12 steps of 256 tokens, {epochs}\nabout ([\d.]+) GB of memory, at least 0:00:0\d; a fr"
     )
     memory = float(re.search(words, output)[1])
+    told = output.splitlines()[-1].partition(f"{tmp_path}/runs/small is done. Next: python ")[2]
+    run_python(*told.split(), output=tmp_path / "next.txt")
+    assert "| small/step-" in (tmp_path / "next.txt").read_text()
     assert "tokens/s, 0:00:00 left" in output
     directory = tmp_path / "runs/small"
     lines = read_lines(directory)
