@@ -30,7 +30,7 @@ def continuations(
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
     device = choose_device("auto", "fp32")
     sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
-    lower = "Give fewer prompts at once, or a smaller --new-tokens"
+    lower = "Give " + "fewer prompts at once, or " * (len(prompts) > 1) + "a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
         model, tokenizer = load_checkpoint(settled(checkpoint), device)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mixer.common.errors import NotFinite, UserError
+from mixer.common.hardware import lacks_bf16
 from mixer.common.options import option
 from mixer.training.muon import Muon, skip_and_scale
 
@@ -285,7 +286,8 @@ class Guard:
                 found += f", and {in_a_row} steps in a row were skipped, up to step {step}; "
                 found += f"allowed: fewer than {MOST_SKIPPED}"
             if self.scaled:
-                advice = "set train.mixed_precision=bf16 or no"
+                others = "no" if lacks_bf16(self.skipped.device) else "bf16 or no"
+                advice = f"set train.mixed_precision={others}"
             raise NotFinite(
                 f"{found}. The weights did not change: {advice} and run the same command again, "
                 "which resumes from the last checkpoint"
