@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.common.errors import NotFinite, Say, UserError
 from mixer.common.files import (
@@ -52,6 +52,7 @@ from mixer.common.files import (
 )
 from mixer.common.terminal import counted
 from mixer.distributed.world import World
+from mixer.models.auto import causal_class
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 FORMAT = 2
@@ -328,8 +329,8 @@ class CheckpointWriter:
         now, and training has changed them since they were copied.
         """
         config = type(self.model.config).from_dict(self.model.config.to_dict())
-        kind = AutoModelForCausalLM._model_mapping[type(config)]
-        config.architectures, config.dtype = [kind.__name__], torch.float32
+        config.architectures = [causal_class(config).__name__]
+        config.dtype = torch.float32
         if isinstance(config, MaskedMixerConfig):
             config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without
         for part in (config, self.model.generation_config, self.tokenizer):

@@ -1,8 +1,11 @@
-"""A run's configuration: its sections, YAML files, overrides, and its problems in one report."""
+"""A run's configuration: its sections, YAML files, overrides, and its problems in one report.
+Importing it takes no time, so that a wrong option is refused at once.
+"""
 
 import difflib
 import json
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,7 @@ from mixer.common.options import allowed_values, as_type, option, option_problem
 from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
 from mixer.data.config import FILE_SOURCES, DataConfig, without_unused
-from mixer.models.architecture import ModelConfig, model_problems, saved_options
-from mixer.training.optim import OptimConfig
+from mixer.models.config import ModelConfig, model_problems, saved_options
 
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
 GONE = {
@@ -91,6 +93,45 @@ class TrainConfig:
         "whole blocks",
         choices=("none", "activation", "block"),
     )
+
+
+# Functions of mixer/training/optim.py, which adds them, by the value of optim.name.
+OPTIMIZERS: dict[str, Callable | None] = {"adamw": None, "muon": None}
+# The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
+# places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
+# jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).
+LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
+
+
+@dataclass
+class OptimConfig:
+    name: str = option(
+        "adamw",
+        "adamw, or muon: Muon for the matrices of linear layers, AdamW for the rest",
+        choices=OPTIMIZERS,
+    )
+    lr: float = option(5e-4, "peak learning rate", at_least=0)
+    schedule: str = option(
+        "cosine", "decay of lr after the warm-up", choices=("cosine", "linear", "constant")
+    )
+    warmup_steps: int = option(
+        500, "steps of linear warm-up, at most train.steps of them", at_least=0
+    )
+    min_lr_ratio: float = option(0.0, "final learning rate as a share of lr", at_least=0, at_most=1)
+    weight_decay: float = option(0.01, "of weights; biases, norms and lags have none", at_least=0)
+    beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
+    beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
+    eps: float = option(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
+    lags_lr: float | None = option(
+        None,
+        "learning rate of mixing weights by lag, as a multiple of lr; "
+        f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} if the context exceeds {LONG} tokens",
+        above=0,
+    )
+    mixing_lr: float = option(1.0, "rate of full mixing weights, as a multiple of lr", above=0)
+    matrices_lr: float = option(1.0, "rate of linear layers, as a multiple of lr", above=0)
+    vectors_lr: float = option(1.0, "rate of biases and norms, as a multiple of lr", above=0)
 
 
 @dataclass
