@@ -117,7 +117,8 @@ def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
 def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(
     write_config, launch, tmp_path
 ):
-    config = write_config(train={"steps": 12, "batch_size": 8, "eval_every": 0, "eval_samples": 8})
+    train = {"steps": 12, "batch_size": 8, "eval_every": 100_000, "eval_samples": 8}
+    config = write_config(train=train)
     metrics = tmp_path / "runs/small/metrics.jsonl"
     ranks = launch("--config", config, "train.steps=100000", "checkpoint.save_every=0")
     ranks.until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text()).kill()
