@@ -26,10 +26,10 @@ disk, and renamed. Older checkpoints are deleted only after that. None holds a N
 
 import itertools
 import json
-import math
 import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ def link_best(
     validation_losses: by step; None or NaN where the loss was not finite.
     """
     found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
-    scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
+    scored = {name: loss for name, loss in found.items() if loss is not None and isfinite(loss)}
     if not scored:
         return
     best = min(scored, key=scored.get)

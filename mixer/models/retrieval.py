@@ -36,28 +36,40 @@ def text_keys(texts: Tensor) -> Tensor:
     return (x ^ (x >> 29)).sum(1)
 
 
+def pair_keys(queries: Tensor, targets: Tensor) -> Tensor:
+    """The keys of both texts of each pair, (2, batch) int64."""
+    return torch.stack([text_keys(queries), text_keys(targets)])
+
+
+def are_right(own: Tensor, keys: Tensor) -> Tensor:
+    """Whether each of all targets is right for each query, (..., queries, targets) bool: its own, a
+    copy of that, or a target of a copy of the query.
+
+    own, keys: of the queries' pairs and of all pairs, (2, ..., number); see pair_keys.
+    """
+    return (own[..., None] == keys[..., None, :]).any(0)
+
+
 def info_nce(
     queries: Tensor, targets: Tensor, keys: Tensor, first: int, temperature: float
 ) -> Tensor:
     """-log p in nats of each query's own target, (queries,), with p a softmax of cosines /
-    temperature (arXiv 1807.03748) over that target and all others that are other texts: a copy of
-    it is right, too.
+    temperature (arXiv 1807.03748) over that target and all that are not right for the query.
 
     queries, targets: (number, hidden), of norm 1; query i belongs to target first + i. keys: of the
-    targets, see text_keys.
+    targets' pairs, see pair_keys.
     """
     with torch.autocast(queries.device.type, enabled=False):  # bf16 has 8 bits for a cosine
         scores = queries @ targets.T / temperature
     own = torch.arange(first, first + len(queries), device=queries.device)
-    places = torch.arange(len(targets), device=queries.device)
-    is_copy = (keys[own, None] == keys) & (own[:, None] != places)
-    return F.cross_entropy(scores.masked_fill(is_copy, -torch.inf), own, reduction="none")
+    others_right = are_right(keys[:, own], keys).scatter(1, own[:, None], False)
+    return F.cross_entropy(scores.masked_fill(others_right, -torch.inf), own, reduction="none")
 
 
 def top1(queries: Tensor, targets: Tensor, keys: Tensor) -> dict[str, float]:
-    """The share of queries, (pairs, hidden), whose own target, or a copy of it, is the nearest of
-    32 candidates, as top1_of_32, and so on up to the number of pairs. Pairs are split into groups
-    of that size. keys: of the targets, see text_keys.
+    """The share of queries, (pairs, hidden), for which the nearest of 32 candidates is right, as
+    top1_of_32, and so on up to the number of pairs. Pairs are split into groups of that size. keys:
+    of the pairs, see pair_keys.
     """
     shares = {}
     for count in CANDIDATES:
@@ -67,9 +79,10 @@ def top1(queries: Tensor, targets: Tensor, keys: Tensor) -> dict[str, float]:
                 side[: count * groups].double().view(count, groups, -1).transpose(0, 1)
                 for side in (queries, targets)
             )
-            own = keys[: count * groups].view(count, groups).T  # (groups, count)
-            nearest = own.gather(1, (query @ target.mT).argmax(-1))
-            shares[f"top1_of_{count}"] = (nearest == own).double().mean().item()
+            own = keys[:, : count * groups].view(2, count, groups).mT  # (2, groups, count)
+            nearest = (query @ target.mT).argmax(-1)  # (groups, count)
+            is_right = (own.gather(2, nearest.expand(2, -1, -1)) == own).any(0)
+            shares[f"top1_of_{count}"] = is_right.double().mean().item()
     return shares
 
 
@@ -82,7 +95,7 @@ def pair_vectors(
     place: tuple[torch.device, int, int],
 ) -> tuple[Tensor, Tensor]:
     """The vectors of `count` pairs, spread evenly over a PairFile, (2, count, hidden) fp32, and the
-    keys of their targets, (count,) int64; zeros for those of other processes. place: this process's
+    `pair_keys`, (2, count); zeros for those of other processes. place: this process's
     device and number, and how many. embed: from queries and targets, (batch, tokens) each, to
     vectors (2, batch, hidden); all processes call it as often, with one shape.
     """
@@ -96,6 +109,6 @@ def pair_vectors(
         made = embed(queries, targets)
         parts.append(made.new_zeros(2, step, made.shape[-1]))
         parts[-1][:, own] = made
-        keys.append(targets.new_zeros(step))
-        keys[-1][own] = text_keys(targets)
-    return torch.cat(parts, 1)[:, :count], torch.cat(keys)[:count]
+        keys.append(targets.new_zeros(2, step))
+        keys[-1][:, own] = pair_keys(queries, targets)
+    return torch.cat(parts, 1)[:, :count], torch.cat(keys, 1)[:, :count]

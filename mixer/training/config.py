@@ -335,7 +335,7 @@ def _clashes(run: RunConfig) -> list[str]:
         ),
         f"data.pair_field = {data.pair_field!r} is data.text_field too, so that both texts of a "
         "pair would be the same; allowed: another field, or none": (
-            data.pair_field == data.text_field
+            data.pair_field != "" and data.pair_field == data.text_field
         ),
         "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
         f"{architecture}: none, block": (

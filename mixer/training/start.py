@@ -27,7 +27,7 @@ from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
-from mixer.models.retrieval import text_keys
+from mixer.models.retrieval import pair_keys
 from mixer.training.backend import settle_backend
 from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import build_optimizer, learning_rate
@@ -99,18 +99,20 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
 
 
 def check_pairs(data: Data, directory: str) -> None:
-    """Raises UserError where contrastive training would have nothing to tell apart, as all targets
-    of a split, or of many pairs spread over it, are one text.
+    """Raises UserError where contrastive training would have nothing to tell apart: all queries or
+    all targets of a split, or of many pairs spread over it, are one text.
     """
     for split, pairs in (("train", data.training), ("validation", data.validation)):
         count = min(len(pairs), 1024)
-        _, targets = pairs.batch([number * len(pairs) // count for number in range(count)])
-        if len(text_keys(targets).unique()) == 1:
-            raise UserError(
-                f"the {split} split of {directory} has one target in {counted(count, 'pair')}, "
-                "and a loss of 0; allowed: two different ones or more. Give a text with others, "
-                "or another data.validation_fraction, and another data.directory"
-            )
+        batch = pairs.batch([number * len(pairs) // count for number in range(count)])
+        for side, keys in zip(("query", "target"), pair_keys(*batch), strict=True):
+            if (keys == keys[0]).all():
+                raise UserError(
+                    f"the {split} split of {directory} has one {side} in "
+                    f"{counted(count, 'pair')}, and a loss of 0; allowed: two different ones or "
+                    "more. Give a text with others, or another data.validation_fraction, and "
+                    "another data.directory"
+                )
 
 
 def find_checkpoint(run: RunConfig, world: World) -> Path | None:

@@ -138,6 +138,8 @@ def test_pruning_keeps_the_newest_the_best_and_every_nth(tmp_path):
     assert os.readlink(tmp_path / "best") == "step-30"  # 35 has no checkpoint, 40 no loss
     prune(tmp_path, last=90, keep=2, keep_every=40)
     assert sorted(map(step_of, tmp_path.glob("step-*"))) == [30, 40, 80, 90, 100]
+    link_best(tmp_path, {30: 1.2, 40: 0.0})
+    assert os.readlink(tmp_path / "best") == "step-40"
 
 
 LACKING = {

@@ -105,30 +105,37 @@ def test_top_1_is_counted_among_the_candidates_of_each_group():
     ]
     scores = queries[:1024] @ targets[:1024].T
     among_all = (scores.argmax(1) == torch.arange(1024)).float().mean().item()
-    shares = top1(queries, targets, torch.arange(1100))
+    shares = top1(queries, targets, torch.arange(1100).expand(2, -1))
     assert shares.keys() == {"top1_of_32", "top1_of_1024"}
     assert shares["top1_of_32"] == pytest.approx(torch.cat(nearest).float().mean().item())
     assert shares["top1_of_1024"] == pytest.approx(among_all)
     assert 0.1 < shares["top1_of_1024"] < shares["top1_of_32"] < 1
     same = torch.ones(64, 8)
-    keys = torch.arange(64)
+    keys = torch.arange(64).expand(2, -1)
     assert top1(same, same, keys)["top1_of_32"] == 1 / 32, "vectors that are all alike find nothing"
     assert info_nce(same, same, keys, 0, 0.02).mean().item() == pytest.approx(math.log(64))
 
 
-def test_copies_of_a_querys_own_target_are_right_and_no_negatives():
+@pytest.mark.parametrize("repeated", ["queries", "targets"])
+def test_what_is_right_for_a_copy_is_right_and_no_negative(repeated):
+    """With two different targets, or two different queries."""
     generator = torch.Generator().manual_seed(0)
-    two = torch.nn.functional.normalize(torch.randn(2, 8, generator=generator), dim=-1)
-    queries = torch.nn.functional.normalize(torch.randn(64, 8, generator=generator), dim=-1)
+    pairs = torch.nn.functional.normalize(torch.randn(2, 64, 8, generator=generator), dim=-1)
     which = torch.randint(0, 2, (64,), generator=generator)
-    losses = info_nce(queries[32:], two[which], which, 32, TEMPERATURE)
-    for query, own, loss in zip(queries[32:], which[32:], losses, strict=True):
-        powers = torch.exp(query @ two.T / TEMPERATURE)
-        others = int((which != own).sum())
-        expected = -torch.log(powers[own] / (powers[own] + others * powers[1 - own]))
+    keys = torch.stack([torch.arange(64) + 2, which])
+    if repeated == "queries":
+        keys = keys.flip(0)
+    losses = info_nce(pairs[0, 32:], pairs[1], keys, 32, TEMPERATURE)
+    powers = torch.exp(pairs[0] @ pairs[1].T / TEMPERATURE)
+    for number, loss in zip(range(32, 64), losses, strict=True):
+        own, others = powers[number, number], powers[number, which != which[number]]
+        expected = -torch.log(own / (own + others.sum()))
         assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
-    right = ((queries @ two.T).argmax(1) == which).float().mean().item()
-    assert top1(queries, two[which], which)["top1_of_32"] == pytest.approx(right)
+    groups = powers[::2, ::2], powers[1::2, 1::2]  # of 32 pairs
+    found = [which[n::2][group.argmax(1)] == which[n::2] for n, group in enumerate(groups)]
+    share = torch.cat(found).float().mean().item()
+    assert 0.2 < share < 0.8
+    assert top1(*pairs, keys)["top1_of_32"] == pytest.approx(share)
 
 
 def test_two_texts_have_one_key_only_where_they_are_the_same():
@@ -307,17 +314,19 @@ def test_training_that_cannot_learn_is_refused(pairs_config, given, said):
         load_config(str(pairs_config), [*CONTRASTIVE, given])
 
 
-def test_pairs_that_all_have_one_target_are_refused_and_two_targets_are_learned(
-    pairs_config, tmp_path, capsys
+@pytest.mark.parametrize("fields", [("story", "summary"), ("summary", "story")], ids=str)
+def test_pairs_that_have_one_text_in_common_are_refused_and_two_are_learned(
+    pairs_config, tmp_path, capsys, fields
 ):
     def train_on(answers: list[str]) -> list[dict]:
-        rows = [{"summary": f"{a} {n}", "story": a} for n, a in enumerate(answers * 300)]
+        rows = [{fields[0]: f"{a} {n}", fields[1]: a} for n, a in enumerate(answers * 600)]
         (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
         own = [f"data.directory={tmp_path}/{len(answers)}", f"name={len(answers)}"]
         train(load_config(str(pairs_config), [*CONTRASTIVE, *own, "train.steps=30"]))
         return read_lines(tmp_path / "runs" / str(len(answers)))
 
-    with pytest.raises(UserError, match="the train split of .* has one target in .* pairs"):
+    side = "target" if fields[1] == "story" else "query"
+    with pytest.raises(UserError, match=f"the train split of .* has one {side} in .* pairs"):
         train_on(["yes it is"])
     lines = train_on(["yes it is", "no it is not"])
     told = f"Next: python -m mixer.eval --checkpoint {tmp_path}/runs/2/best --pairs {tmp_path}/2\n"
