@@ -322,7 +322,7 @@ def test_pairs_that_have_one_text_in_common_are_refused_and_two_are_learned(
         rows = [{fields[0]: f"{a} {n}", fields[1]: a} for n, a in enumerate(answers * 600)]
         (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
         own = [f"data.directory={tmp_path}/{len(answers)}", f"name={len(answers)}"]
-        train(load_config(str(pairs_config), [*CONTRASTIVE, *own, "train.steps=30"]))
+        train(load_config(str(pairs_config), [*CONTRASTIVE, *own, "train.steps=90"]))
         return read_lines(tmp_path / "runs" / str(len(answers)))
 
     side = "target" if fields[1] == "story" else "query"
