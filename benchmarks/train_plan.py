@@ -19,7 +19,7 @@ from pathlib import Path
 from mixer.common.errors import run_command
 from mixer.common.hardware import commit
 from mixer.comparison.plan import jobs_of
-from mixer.comparison.study import Study
+from mixer.comparison.study import open_study
 from mixer.training.config import read_override, read_yaml
 
 
@@ -40,8 +40,8 @@ def main() -> None:
     plan, seeds = read_yaml(options.plan), [int(n) for n in options.seeds if "=" not in n]
     plan |= {"seeds": seeds} if seeds else {}
     command, given = shlex.join(["python", *sys.argv]), dict(map(read_override, overrides))
-    study = Study(Path(options.output), plan, command, options.commit or commit())
-    sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
+    with open_study(Path(options.output), plan, command, options.commit or commit()) as study:
+        sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
 
 
 if __name__ == "__main__":

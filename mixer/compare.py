@@ -20,7 +20,7 @@ from pathlib import Path
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.hardware import commit
 from mixer.comparison.plan import jobs_of
-from mixer.comparison.study import Study
+from mixer.comparison.study import open_study
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
 from mixer.ops.plain import BACKENDS
 from mixer.training.config import flatten, load_config, read_override, read_yaml
@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.backends = [text for text in options.backends if "=" not in text]
     plan = plan_of(options, dict(map(read_override, overrides)))
     command = shlex.join(["python", "-m", "mixer.compare", *arguments])
-    study = Study(Path(options.output) / "report", plan, command, commit())
-    sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
+    with open_study(Path(options.output) / "report", plan, command, commit()) as study:
+        sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
 
 
 def plan_of(options: argparse.Namespace, given: dict) -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import check_writable, whole_file
+from mixer.common.files import check_writable, results_locked, whole_file
 from mixer.reporting.figure import GREY, PLAIN, curves, short_name
 from mixer.reporting.text import read_metrics, series, table
 from mixer.training.config import read_yaml
@@ -36,7 +36,7 @@ def main(arguments=None) -> None:
     for run in options.run:
         read_metrics(run)  # before output: a checkpoint given as a run is the wrong run
     check_writable(output.parent)
-    with whole_file(output) as stage:
+    with results_locked(output), whole_file(output) as stage:
         if len(options.run) == 1:
             plot_training(first, stage, options.published)
         else:

@@ -215,6 +215,23 @@ def run_locked(directory: Path) -> AbstractContextManager[None]:
 # ------------------------------------------------------------------------- where results go
 
 
+def results_locked(output: Path) -> AbstractContextManager[None]:
+    """Holds the lock of a command's results, a file or a directory, while the command works. What
+    `whole_file` and `whole_directory` take is held while they write, and another one.
+
+    Raises UserError if another command works on the same results, one of which would be lost.
+    """
+
+    def refuse() -> None:
+        raise UserError(
+            f"{output} is being written by another command: wait for it, or choose another --output"
+        )
+
+    place = Path(os.path.realpath(output))
+    place = place / place.name if place.is_dir() else place  # which may be a mounted disk
+    return locked(place.with_name(f"{STAGE}{place.name}.results"), refuse)
+
+
 def check_new(output: Path) -> None:
     """Raises UserError unless `output` is new or an empty directory. Temporary files of
     `whole_directory` do not count.

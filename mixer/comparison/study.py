@@ -7,7 +7,8 @@ import shutil
 import signal
 import traceback
 from collections import deque
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,7 +17,7 @@ from statistics import median
 import torch
 
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
-from mixer.common.files import check_writable, read_json, write_json
+from mixer.common.files import check_writable, read_json, results_locked, write_json
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import Job, Run
 from mixer.comparison.report import write_report
@@ -33,13 +34,27 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def places(output: Path) -> tuple[Path, Path]:
+    """The file of the results, and the folder of their runs."""
+    return output.with_name(f"{output.name}.json"), output.with_name(f"{output.name}-runs")
+
+
+@contextmanager
+def open_study(output: Path, plan: dict, command: str, commit: str) -> Iterator["Study"]:
+    """The results, which no other command can add to or replace inside of the block."""
+    file, _ = places(output)
+    check_writable(file.parent)
+    with results_locked(file):
+        yield Study(output, plan, command, commit)
+
+
 class Study:
     """Results in OUTPUT.json, which has each run when it ends; a run that is there is not repeated.
     Runs are saved in OUTPUT-runs until then, and go on where they were cut.
     """
 
     def __init__(self, output: Path, plan: dict, command: str, commit: str):
-        self.file, self.folder = (output.with_name(output.name + end) for end in (".json", "-runs"))
+        self.file, self.folder = places(output)
         found, otherwise = {"runs": {}}, "give another --output, or delete it to start afresh"
         if self.file.exists():
             found = read_json(self.file, otherwise, required={"runs": dict})
@@ -56,7 +71,6 @@ class Study:
         what went wrong, when all other runs have ended.
         """
         known = len(self.runs)
-        check_writable(self.file.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             signal.signal(number, self.stop)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
-from mixer.common.files import check_writable, directory_for, whole_directory
+from mixer.common.files import check_writable, directory_for, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
@@ -58,15 +59,16 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     directory = Path(output or default_directory(evaluations))
     if rank() == 0:
         check_writable(directory)
-    try:
-        results = [evaluate_checkpoint(options) for options in evaluations]
-    except BaseException as error:
-        if dist.is_initialized():
-            leave_with_error(error)  # so that no other process waits for this one
-        raise
-    if rank() == 0:
-        write_evaluation(results, directory)
-        print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
+    with results_locked(directory) if rank() == 0 else nullcontext():
+        try:
+            results = [evaluate_checkpoint(options) for options in evaluations]
+        except BaseException as error:
+            if dist.is_initialized():
+                leave_with_error(error)  # so that no other process waits for this one
+            raise
+        if rank() == 0:
+            write_evaluation(results, directory)
+            print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

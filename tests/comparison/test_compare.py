@@ -14,6 +14,7 @@ from markdown import rows as rows_of
 from runs import ROOT, read_lines
 
 from mixer.common.errors import UserError
+from mixer.common.files import results_locked
 from mixer.common.hardware import commit
 from mixer.compare import main
 from mixer.comparison import study
@@ -78,6 +79,15 @@ def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_pat
         assert final["tokens"] == pytest.approx(wanted, abs=256)
         assert f"{final['validation_loss']:.4f}" in text
     assert (output / "report.png").stat().st_size > 0
+
+
+def test_a_second_comparison_into_one_output_is_refused(write_config, tmp_path):
+    output = tmp_path / "compared"
+    command = ["--config", str(write_config()), "--output", str(output), "--backends", "dense"]
+    with results_locked(output / "report.json"):
+        with pytest.raises(UserError, match="report.json is being written by another command"):
+            main(command)
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("content", ['{"runs": {"dense": ', '{"rows": []}'])
@@ -227,12 +237,17 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     assert len(kept) == 2 and all("pretraining" in path.name for path in kept)
 
 
-def test_what_trains_ends_with_the_command(train, tmp_path):
+def test_what_trains_ends_with_the_command_and_meanwhile_no_other_one_adds_to_its_results(
+    train, tmp_path, monkeypatch
+):
     command = train({"runs": {"long": {"train.steps": 100_000, "train.eval_every": 0}}})
     folder, process = tmp_path / "results-runs", start_python(*command, output=tmp_path / "printed")
     while not lines_of(folder.glob("long/metrics.jsonl")):
         assert process.is_alive(), (tmp_path / "printed").read_text()
         time.sleep(0.01)
+    monkeypatch.setattr("sys.argv", [*map(str, command)])
+    with pytest.raises(UserError, match="results.json is being written by another command"):
+        train_plan.main()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     saved = folder / "long"
