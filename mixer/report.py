@@ -11,9 +11,9 @@ import numpy as np
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, results_locked, whole_file
+from mixer.common.values import read_yaml
 from mixer.reporting.figure import GREY, PLAIN, curves, short_name
 from mixer.reporting.text import read_metrics, series, table
-from mixer.training.config import read_yaml
 
 MOST_MEANS = 50  # points of a smoothed curve
 

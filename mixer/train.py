@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--config", help="YAML file, such as configs/demo.yaml")
     options, overrides = parser.parse_known_args()
     follow_launcher()
-    if not (options.config or overrides):
+    if options.config is None and not overrides:
         raise UserError("give --config FILE, such as configs/demo.yaml")
     train(load_config(options.config, overrides))
 

@@ -12,10 +12,11 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any
 
 from mixer.common.errors import UserError, first_line, say_on_stderr
-from mixer.common.options import is_plain_text, type_name
+from mixer.common.options import is_plain_text
+from mixer.common.values import shape_problem
 
 STAGE = ".partial-"  # the names of what is being written begin with this
 # The umask can only be read by setting it, which affects all threads: once, at the import.
@@ -282,8 +283,8 @@ def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "")
 def read_json(file: Path, remedy: str, required: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The object that a JSON file holds.
 
-    required: keys with the types of their values, such as int or str | None. Raises UserError
-    that ends in `remedy`, which says what to do.
+    required: keys with the shapes of their values (see shape_problem), such as int or {str: dict}.
+    Raises UserError that ends in `remedy`, which says what to do.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -307,12 +308,10 @@ def _object_problem(values: Any, required: Mapping[str, Any]) -> str:
         return "it holds a null character"
     if not isinstance(values, dict):
         return f"it holds {type(values).__name__}, allowed: an object with keys"
-    for key, kind in required.items():
-        if key not in values:
-            return f"{key} missing"
-        if type(values[key]) not in (get_args(kind) or (kind,)):
-            return f"{key} = {repr(values[key])[:60]}, allowed: {type_name(kind)}"
-    return ""
+    if missing := [key for key in required if key not in values]:
+        return f"{missing[0]} missing"
+    problems = (shape_problem(values[key], shape, key) for key, shape in required.items())
+    return next(filter(None, problems), "")
 
 
 def cache_home() -> Path:

@@ -2,16 +2,16 @@
 
 import difflib
 import json
-import re
 import textwrap
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
 from mixer.common.errors import UserError
 from mixer.common.options import allowed_values, as_type, option, option_problems
+from mixer.common.values import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, without_unused
 from mixer.models.architecture import ModelConfig, model_problems
 from mixer.training.optim import OptimConfig
@@ -152,7 +152,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     not allowed; or, where there are none, what options do not allow together.
     """
     run, problems = RunConfig(), []
-    entries = [(key, value, path) for key, value in flatten(read_yaml(path) if path else {})]
+    sections = {} if path is None else read_yaml(path)
+    entries = [(key, value, path) for key, value in flatten(sections)]
     for text in overrides:
         try:
             entries.append((*read_override(text), "command line"))
@@ -205,10 +206,11 @@ def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     """{"a": {"b": 1}} -> [("a.b", 1)]; an empty section gives nothing."""
     entries = []
     for name, value in node.items():
-        if isinstance(value, dict):
-            entries += flatten(value, f"{prefix}{name}.")
-        elif value is not None or f"{prefix}{name}" not in SECTIONS:
-            entries.append((f"{prefix}{name}", value))
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and (value or key in SECTIONS):
+            entries += flatten(value, f"{key}.")
+        elif value is not None or key not in SECTIONS:
+            entries.append((key, value))
     return entries
 
 
@@ -216,6 +218,9 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
     """Sets a key, or says what is wrong with its name."""
     if value in GONE.get(key, ()):
         return None
+    if key in SECTIONS:
+        example = next(option for option in OPTIONS if option.startswith(f"{key}."))
+        return f"{key} = {value!r:.60}; allowed: keys with values, such as {example}"
     if key not in OPTIONS:
         # its name in another section, or one like it
         near = [other for other in OPTIONS if other.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -255,81 +260,3 @@ def _value_problems(run: RunConfig) -> list[str]:
         f"{train.steps}: lower optim.warmup_steps too": optim.warmup_steps > train.steps,
     }
     return [text for text, holds in clashes.items() if holds]
-
-
-# --- YAML --------------------------------------------------------------------
-
-# The scalars of YAML 1.2's core schema, by tag. PyYAML follows YAML 1.1, where 5e-4 is text, `no`
-# is false, 010 is 8 and 1:30 is 90.
-CORE = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][\d_]*)",
-    "float": r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))"
-    r"|\.(nan|NaN|NAN)",
-    "merge": "<<",
-}
-
-
-class Loader(yaml.SafeLoader):
-    """Reads the core schema of YAML 1.2. A key that is given twice is an error."""
-
-    yaml_implicit_resolvers = {}
-
-    def construct_mapping(self, node, deep=False):
-        names: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in names:
-                problem = f"the key {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            names.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-    def construct_document(self, node):
-        self.deep_construct = True  # refuses what contains itself, such as &a [*a]
-        return super().construct_document(node)
-
-
-class Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
-
-
-for tag, pattern in CORE.items():
-    for kind in (Loader, Dumper):
-        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None)
-
-
-def parse_yaml(text: str | TextIO) -> Any:
-    """The value of a YAML text or file. Raises yaml.YAMLError for every text that has none."""
-    try:
-        return yaml.load(text, Loader=Loader)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
-        raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
-
-
-def as_yaml(value: Any) -> str:
-    """The YAML text of a value, with its keys in their order."""
-    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
-
-
-def read_yaml(path: str | Path) -> dict:
-    """The sections of a configuration file. Raises UserError for a file that is missing, not YAML,
-    or not a mapping.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:  # errors name it
-            given = parse_yaml(file) or {}
-    except (FileNotFoundError, IsADirectoryError):
-        is_folder, path = Path(path).is_dir(), Path(path)
-        near = (path if is_folder else path.parent).glob("*.yaml")
-        names = ", ".join(sorted(map(str, [*near] or Path("configs").glob("*.yaml")))) or "none"
-        problem = f"{path} is a folder" if is_folder else f"no configuration file {path}"
-        raise UserError(f"{problem}; there are: {names}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {error}") from None
-    if not isinstance(given, dict):
-        raise UserError(
-            f"{path} holds a {type(given).__name__}; it must hold sections with keys, see configs/"
-        )
-    return given

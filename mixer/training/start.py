@@ -20,12 +20,13 @@ from mixer.checkpoints.checkpoint import earlier_settings, find_resume, remove_p
 from mixer.common.errors import UserError
 from mixer.common.files import write_text
 from mixer.common.hardware import memory_limit, product_flops
+from mixer.common.values import as_yaml
 from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
 from mixer.training.backend import settle_backend
-from mixer.training.config import RunConfig, as_yaml, flatten
+from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import build_optimizer, learning_rate
 from mixer.training.passes import (
     HOPPER,

@@ -145,6 +145,28 @@ def test_a_value_that_nothing_can_use_is_one_line(tmp_path, given, said, place):
     assert message.count("\n  - ") == (0 if "as YAML: " in message else 1)
 
 
+@pytest.mark.parametrize("content", ["[]", "''", "0", "false", "[{train: {steps: 4}}]", "steps"])
+@pytest.mark.parametrize("section", ["", "train: "])
+def test_what_holds_no_keys_is_refused_and_never_stands_for_the_defaults(
+    tmp_path, content, section
+):
+    path = tmp_path / "config.yaml"
+    path.write_text(section + content)
+    with pytest.raises(UserError, match="allowed: keys with values"):
+        load_config(str(path), [])
+
+
+def test_an_option_without_a_value_is_refused_and_a_file_of_comments_has_the_defaults(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("# train: {steps: 4}\n")
+    assert load_config(str(path), []) == RunConfig()
+    path.write_text("name: {}\noptim: {lr: {}}\n")
+    with pytest.raises(UserError, match=r"(?s)2 problems.*name = \{\}.*optim.lr = \{\}"):
+        load_config(str(path), [])
+    with pytest.raises(UserError, match="is a folder; there are: "):  # an empty variable of a shell
+        load_config("", ["train.steps=4"])
+
+
 def test_a_section_given_twice_is_refused(tmp_path):
     """PyYAML would drop the first one."""
     path = tmp_path / "config.yaml"
