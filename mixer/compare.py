@@ -19,11 +19,12 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.hardware import commit
+from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import open_study
 from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
 from mixer.ops.plain import BACKENDS
-from mixer.training.config import flatten, load_config, read_override, read_yaml
+from mixer.training.config import flatten, load_config, read_override
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -49,6 +49,7 @@ from mixer.common.files import (
     read_json,
     sha256,
 )
+from mixer.common.values import shape_problem
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
@@ -58,6 +59,9 @@ TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
 MODULES = "modules.json"
+# Of trainer.json, which commands read beyond the numbers that each needs.
+OF_TRAINER = {"settings": {"data": {str: object}, str: object}, "earlier": {str: {str: object}}}
+OF_TRAINER |= {str: object}
 REMEDY = "copy the checkpoint again, or give another one"
 # Files that nothing loads, and that may be added to a checkpoint.
 UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
@@ -82,8 +86,13 @@ def read_trainer(checkpoint: Path, **needed: Any) -> dict[str, Any]:
     be read, or lacks what every command or the caller needs, of these types.
     """
     file = checkpoint / TRAINER
+    if not file.is_file():
+        return {}
     needed |= {"step": int, "tokens": int, "data_directory": str}
-    return read_json(file, REMEDY, required=needed) if file.is_file() else {}
+    values = read_json(file, REMEDY, required=needed)
+    if problem := shape_problem(values, OF_TRAINER, TRAINER):
+        raise UserError(f"{file} is damaged ({problem}): {REMEDY}")
+    return values
 
 
 def earlier_settings(earlier: dict[str, dict[str, Any]]) -> list[str]:
