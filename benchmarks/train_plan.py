@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import run_command
+from mixer.common.files import in_words
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
@@ -41,7 +42,8 @@ def main() -> None:
     plan, seeds = read_yaml(options.plan), [text for text in options.seeds if "=" not in text]
     if seeds:
         plan["seeds"] = [int(text) if text.isdecimal() else text for text in seeds]
-    command, given = shlex.join(["python", *sys.argv]), dict(map(read_override, overrides))
+    command = in_words(shlex.join(["python", *sys.argv]))
+    given = dict(map(read_override, overrides))
     with open_study(Path(options.output), plan, command, options.commit or commit()) as study:
         sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
 

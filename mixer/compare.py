@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
+from mixer.common.files import in_words
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     overrides += [text for text in options.backends if "=" in text]  # they may follow
     options.backends = [text for text in options.backends if "=" not in text]
     plan = plan_of(options, dict(map(read_override, overrides)))
-    command = shlex.join(["python", "-m", "mixer.compare", *arguments])
+    command = in_words(shlex.join(["python", "-m", "mixer.compare", *arguments]))
     with open_study(Path(options.output) / "report", plan, command, commit()) as study:
         sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
 

@@ -15,7 +15,13 @@ from torch import nn
 
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import check_writable, directory_for, results_locked, whole_directory
+from mixer.common.files import (
+    check_writable,
+    directory_for,
+    in_words,
+    results_locked,
+    whole_directory,
+)
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.reporting.figure import PLAIN, curves, log_axis, log_means, new_figure
 from mixer.reporting.text import table, wrapped
@@ -50,7 +56,11 @@ def main(arguments=None) -> None:
             raise UserError(f"{options.checkpoint} {problem}: give a model that has some")
         plot_by_lag(curves_by_lag, stage / "by_lag.png")
         pictures = "".join(f"\n![{name}]({name})\n" for name in pages)
-        text = [f"# Mixing matrices of {options.checkpoint}", table(rows, keys=2), wrapped(NOTES)]
+        text = [
+            f"# Mixing matrices of {in_words(options.checkpoint)}",
+            table(rows, keys=2),
+            wrapped(NOTES),
+        ]
         (stage / "index.md").write_text("\n\n".join(text) + "\n" + pictures, encoding="utf-8")
     print(output / "index.md")
 

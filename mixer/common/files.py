@@ -74,6 +74,13 @@ def publish(stage: Path, final: Path) -> None:
         flush(final.parent)
 
 
+def in_words(name: str | Path) -> str:
+    """A file's name, or a text with such names, as a report can hold it: bytes that are not UTF-8
+    become \\x and their number.
+    """
+    return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def write_text(path: Path, text: str) -> None:
     """`whole_file` for text, in UTF-8."""
     with whole_file(path) as stage:

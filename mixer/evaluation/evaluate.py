@@ -14,7 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
-from mixer.common.files import check_writable, directory_for, results_locked, whole_directory
+from mixer.common.files import (
+    check_writable,
+    directory_for,
+    in_words,
+    results_locked,
+    whole_directory,
+)
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
@@ -154,7 +160,7 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
         texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(options.pairs, "validation", window)
         shares = scoring.find_partners(model, pairs, size, place)
-        return found | {"data": options.pairs, "tokens": window} | shares
+        return found | {"data": in_words(options.pairs), "tokens": window} | shares
     text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
@@ -181,8 +187,8 @@ def describe_model(
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     specification = tokenizer.backend_tokenizer.to_str().encode()
     return {
-        "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
-        "checkpoint": str(directory),
+        "label": in_words(f"{directory.resolve().parent.name}/{directory.resolve().name}"),
+        "checkpoint": in_words(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
         "parameters": model.num_parameters(),

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
+from mixer.common.files import in_words
 from mixer.common.hardware import TYPES
 from mixer.common.options import option, option_problems
 from mixer.data.config import TASKS, DataConfig
@@ -77,7 +78,7 @@ class EvalOptions:
 class Text:
     """Token streams to score, and the size of the text they stand for."""
 
-    name: str
+    name: str  # as a report can hold it
     streams: list[np.ndarray]  # each (tokens,)
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
@@ -118,7 +119,7 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
     """The documents of files or of a hub dataset, as many as have max_tokens targets."""
     field, blank = {"text_field": options.text_field}, options.first_token == "eos"
     if options.text:
-        names = [Path(path).name for path in options.text]
+        names = [in_words(Path(path).name) for path in options.text]
         name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
         sources = [DataConfig("text", path, **field) for path in options.text]
     else:
@@ -128,7 +129,10 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
                 raise UserError(f"{options.hub} has no splits: leave out --split")
             split = ""
         where = options.hub, options.subset, split
-        name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where, **field)]
+        name, sources = (
+            in_words(" ".join(filter(None, where))),
+            [DataConfig("hub", *where, **field)],
+        )
     encode, sample, targets, text = raw_encoder(tokenizer), [], 0, Text(name, [])
     found = (documents(parts_of(source), source, blank) for source in sources)
     for document in itertools.chain.from_iterable(found):
@@ -163,7 +167,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     streams = [split.tokens]
     if not split.packed:
         streams = np.split(split.tokens, split.document_ends()[:-1])
-    counts, name = split.manifest.splits["validation"], directory.resolve().name
+    counts, name = split.manifest.splits["validation"], in_words(directory.resolve().name)
     sizes = counts.bytes, counts.words, split.manifest.tokenizer_loses
     text = Text(f"validation split of {name}", streams, *sizes)
     if split.cut:
