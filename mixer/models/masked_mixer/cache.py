@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mixer.ops.plain import write_rows
 
 from .configuration import RECURRENT
 
+# What transformers calls a cache among a model's arguments and outputs: `cache` from 5.24 on.
+FIELDS = BaseModelOutputWithPast.__dataclass_fields__
+CACHE = "cache" if "cache" in FIELDS else "past_key_values"
 Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
 Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
 # The streams of deleted graphs, to be used again: torch keeps a cuBLAS workspace for each stream
@@ -99,6 +103,11 @@ class MixingCache(Cache):
         self.length = 0
         for kept in self.kept.values():
             kept.zero_()
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """What transformers asks of each layer: of linear ones, it would not cut the input."""
+        return [False]
 
     @property
     def is_croppable(self) -> bool:
