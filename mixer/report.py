@@ -13,7 +13,7 @@ from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable, results_locked, whole_file
 from mixer.common.values import read_yaml
 from mixer.reporting.figure import GREY, PLAIN, curves, short_name
-from mixer.reporting.text import read_metrics, series, table
+from mixer.reporting.text import SECONDS, read_metrics, series, table
 
 MOST_MEANS = 50  # points of a smoothed curve
 
@@ -101,7 +101,7 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
         logged, each = series([line for line in lines if "loss" in line], "seconds")
         seconds = np.interp(steps, [0, *logged], np.cumsum([0.0, *each])).tolist()
         bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
-        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
+        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:{SECONDS}}"}
         rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
         drawn.append((short_name(name), seconds, losses, bits))
     in_bits = tokens_differ(rows) and all(row["bits/byte"] != "-" for row in rows)

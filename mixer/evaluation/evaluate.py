@@ -31,25 +31,35 @@ from mixer.evaluation.scoring import Place, TokenScores
 from mixer.evaluation.texts import EvalOptions, Text
 from mixer.models.retrieval import CANDIDATES
 from mixer.reporting.figure import can_draw, plot_loss_by_position
-from mixer.reporting.text import table, wrapped
+from mixer.reporting.text import (
+    ACCURACY,
+    COUNT,
+    LOSS,
+    MEMORY,
+    PERPLEXITY,
+    SPEED,
+    TOP1,
+    in_form,
+    table,
+    wrapped,
+)
 
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
-COLUMNS = {
-    "checkpoint": "label",
-    "tokens scored": "tokens_scored",
-    "loss (nats/token)": "loss",
-    "token ppl": "token_perplexity",
-    "word ppl": "word_perplexity",
-    "byte ppl": "byte_perplexity",
-    "bits/byte": "bits_per_byte",
-    "accuracy": "accuracy",
-    "tokens/s": "tokens_per_second",
-    "peak memory, GB": "peak_memory_gb",
-    "loss, 2nd half": "loss_second_half",
-    "loss past context": "loss_past_context",
-    "pairs": "pairs",
-    "tokens": "tokens",
-    **{f"top1 of {count}": f"top1_of_{count}" for count in CANDIDATES},
+COLUMNS = {  # of the report's table: the key and the form
+    "tokens scored": ("tokens_scored", COUNT),
+    "loss (nats/token)": ("loss", LOSS),
+    "token ppl": ("token_perplexity", PERPLEXITY),
+    "word ppl": ("word_perplexity", PERPLEXITY),
+    "byte ppl": ("byte_perplexity", PERPLEXITY),
+    "bits/byte": ("bits_per_byte", LOSS),
+    "accuracy": ("accuracy", ACCURACY),
+    "tokens/s": ("tokens_per_second", SPEED),
+    "peak memory, GB": ("peak_memory_gb", MEMORY),
+    "loss, 2nd half": ("loss_second_half", LOSS),
+    "loss past context": ("loss_past_context", LOSS),
+    "pairs": ("pairs", COUNT),
+    "tokens": ("tokens", COUNT),
+    **{f"top1 of {count}": (f"top1_of_{count}", TOP1) for count in CANDIDATES},
 }
 
 
@@ -234,8 +244,12 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
 
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
-    known = {title: key for title, key in COLUMNS.items() if any(key in r for r in results)}
-    rows = table([{title: r.get(key, "-") for title, key in known.items()} for r in results])
+    cells = [{"checkpoint": result["label"]} for result in results]
+    for title, (key, form) in COLUMNS.items():
+        if any(key in result for result in results):
+            for row, result in zip(cells, results, strict=True):
+                row[title] = in_form(result[key], form) if key in result else "-"
+    rows = table(cells)
     if "pairs" in results[0]:
         return rows
     found: dict[str, list[str]] = {}  # each note, and the checkpoints that it holds for

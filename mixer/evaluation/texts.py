@@ -111,7 +111,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
             kept.append(tokens[: most - count + 1])
             count += len(kept[-1]) - 1
     if 0 < most < sum(len(tokens) - 1 for tokens in text.streams):
-        return shortened(text, kept, f"first {most} tokens", tokenizer)
+        return shortened(text, kept, f"first {most:,} tokens", tokenizer)
     return text
 
 
@@ -172,7 +172,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     text = Text(f"validation split of {name}", streams, *sizes)
     if split.cut:
         kept = [split.tokens[slice(*split.span(row))] for row in range(len(split))]
-        text = shortened(text, kept, f"at most {context} tokens of each document", tokenizer)
+        text = shortened(text, kept, f"at most {context:,} tokens of each document", tokenizer)
     return text
 
 
