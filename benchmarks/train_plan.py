@@ -14,10 +14,9 @@ PATH.png come at the end.
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 from mixer.common.errors import run_command
-from mixer.common.files import in_words
+from mixer.common.files import as_path
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
@@ -39,12 +38,12 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     overrides += [text for text in options.only + options.seeds if "=" in text]  # they may follow
     only = [name for name in options.only if "=" not in name]
-    plan, seeds = read_yaml(options.plan), [text for text in options.seeds if "=" not in text]
-    if seeds:
+    plan = read_yaml(as_path(options.plan))
+    if seeds := [text for text in options.seeds if "=" not in text]:
         plan["seeds"] = [int(text) if text.isdecimal() else text for text in seeds]
-    command = in_words(shlex.join(["python", *sys.argv]))
+    command = shlex.join(["python", *sys.argv])
     given = dict(map(read_override, overrides))
-    with open_study(Path(options.output), plan, command, options.commit or commit()) as study:
+    with open_study(as_path(options.output), plan, command, options.commit or commit()) as study:
         sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
 
 

@@ -15,10 +15,9 @@ of learning rates, write a plan: see benchmarks/train_plan.py.
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import in_words
+from mixer.common.files import as_path
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
@@ -41,8 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     overrides += [text for text in options.backends if "=" in text]  # they may follow
     options.backends = [text for text in options.backends if "=" not in text]
     plan = plan_of(options, dict(map(read_override, overrides)))
-    command = in_words(shlex.join(["python", "-m", "mixer.compare", *arguments]))
-    with open_study(Path(options.output) / "report", plan, command, commit()) as study:
+    command = shlex.join(["python", "-m", "mixer.compare", *arguments])
+    with open_study(as_path(options.output) / "report", plan, command, commit()) as study:
         sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
 
 
@@ -57,7 +56,7 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     models = {name: entrant(name) for name in names}
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}
-    common |= dict(flatten(read_yaml(options.config))) | given
+    common |= dict(flatten(read_yaml(as_path(options.config)))) | given
     common = {key: value for key, value in common.items() if key not in ("name", "output_dir")}
     plan = {"common": common, "seeds": [run.seed + n for n in range(1, seeds)]}
     if not seconds:

@@ -5,12 +5,16 @@ python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self
 
 import math
 
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, set_seed
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.hardware import memory_for
 from mixer.common.options import is_plain_text
+from mixer.data.tokenizer import text_encoder
 from mixer.evaluation.scoring import check_length, choose_device
 
 GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
@@ -33,15 +37,18 @@ def continuations(
     lower = "Give fewer prompts at once, or a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
         model, tokenizer = load_checkpoint(settled(checkpoint), device)
+        encode = text_encoder(tokenizer)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         if len(prompts) > 1 and not tokenizer.pad_token:
             raise UserError("the tokenizer has no padding or EOS token: give only one prompt")
-        padding = {"padding": len(prompts) > 1, "padding_side": "left"}
-        try:
-            inputs = tokenizer(prompts, return_tensors="pt", **padding).to(device)
-        except Exception as error:  # tokenizers raises no other kind
-            raise UserError(f"the tokenizer cannot encode a prompt: {error}") from None
-        ids = inputs.input_ids  # (prompts, tokens)
+        rows = [torch.from_numpy(encode(prompt).astype(np.int64)) for prompt in prompts]
+        for prompt, row in zip(prompts, rows, strict=True):
+            if not len(row):
+                raise UserError(f"the prompt {prompt[:50]!r} has no tokens: give another")
+        on_the_left = {"batch_first": True, "padding_side": "left"}
+        pad = tokenizer.pad_token_id or 0  # of one prompt, nothing is padded
+        ids = pad_sequence(rows, padding_value=pad, **on_the_left).to(device)  # (prompts, tokens)
+        mask = pad_sequence(list(map(torch.ones_like, rows)), **on_the_left).to(device)
         check_token(int(ids.max()), model, "a prompt")
         given = f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}"
         check_length(ids.shape[1] + new_tokens, model, checkpoint, given)
@@ -52,7 +59,7 @@ def continuations(
         if temperature >= GREEDY_BELOW:
             how |= {"do_sample": True, "temperature": temperature, "top_k": 50}
         set_seed(seed)
-        output = model.generate(ids, attention_mask=inputs.attention_mask, **how)
+        output = model.generate(ids, attention_mask=mask, **how)
     return tokenizer.batch_decode(output, skip_special_tokens=True)
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import (
+    as_path,
     check_writable,
     directory_for,
-    in_words,
     results_locked,
     whole_directory,
 )
@@ -40,7 +40,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--checkpoint", type=settled, required=True, help="a masked mixer")
     parser.add_argument("--output", help="default: CHECKPOINT/../inspect-<checkpoint>")
     options = parser.parse_args(arguments)
-    output = Path(options.output or directory_for(options.checkpoint, "inspect"))
+    output = as_path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
     model = load_masked_mixer(options.checkpoint)
     rows, curves_by_lag, pages = [], {}, ["by_lag.png"]
@@ -56,11 +56,7 @@ def main(arguments=None) -> None:
             raise UserError(f"{options.checkpoint} {problem}: give a model that has some")
         plot_by_lag(curves_by_lag, stage / "by_lag.png")
         pictures = "".join(f"\n![{name}]({name})\n" for name in pages)
-        text = [
-            f"# Mixing matrices of {in_words(options.checkpoint)}",
-            table(rows, keys=2),
-            wrapped(NOTES),
-        ]
+        text = [f"# Mixing matrices of {options.checkpoint}", table(rows, keys=2), wrapped(NOTES)]
         (stage / "index.md").write_text("\n\n".join(text) + "\n" + pictures, encoding="utf-8")
     print(output / "index.md")
 

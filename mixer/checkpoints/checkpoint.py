@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from mixer.common.errors import NotFinite, Say, UserError
 from mixer.common.files import (
+    as_path,
     as_system_error,
     flush,
     has_sha256,
@@ -133,7 +134,7 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
     Raises UserError if the run has newer checkpoints than the named one, and if none can be used.
     """
-    candidates, named = all_checkpoints(directory)[::-1], Path(resume)  # the newest first
+    candidates, named = all_checkpoints(directory)[::-1], as_path(resume)  # the newest first
     if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
         say(f"{directory} has checkpoints of its own: continuing from these, not from {resume}")
     elif resume != "auto":

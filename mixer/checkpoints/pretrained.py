@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, not_finite, write_modules
 from mixer.common.errors import UserError, first_line
-from mixer.common.files import check_new, read_json, whole_directory
+from mixer.common.files import as_path, check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -33,7 +33,8 @@ def settled(checkpoint: str | Path) -> Path:
     """The checkpoint that a link such as runs/demo/best points to now. Training may move the link
     while a command reads several files.
     """
-    return Path(os.path.realpath(checkpoint) if os.path.islink(checkpoint) else checkpoint)
+    checkpoint = as_path(checkpoint)
+    return as_path(os.path.realpath(checkpoint)) if checkpoint.is_symlink() else checkpoint
 
 
 def refused(checkpoint: Path, problem: str, more: str = "") -> UserError:

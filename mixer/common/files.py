@@ -74,13 +74,6 @@ def publish(stage: Path, final: Path) -> None:
         flush(final.parent)
 
 
-def in_words(name: str | Path) -> str:
-    """A file's name, or a text with such names, as a report can hold it: bytes that are not UTF-8
-    become \\x and their number.
-    """
-    return str(name).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
 def write_text(path: Path, text: str) -> None:
     """`whole_file` for text, in UTF-8."""
     with whole_file(path) as stage:
@@ -208,8 +201,10 @@ def _open_new(file: Path) -> IO:
 def run_locked(directory: Path) -> AbstractContextManager[None]:
     """Creates a run's directory and holds its lock. A run that writes nothing leaves nothing.
 
-    Raises UserError if another process trains the run, such as one that outlived its launcher.
+    Raises UserError if nothing can be written there, and if another process trains the run, such
+    as one that outlived its launcher.
     """
+    check_writable(directory, "output_dir")
 
     def refuse() -> None:
         raise UserError(
@@ -218,6 +213,25 @@ def run_locked(directory: Path) -> AbstractContextManager[None]:
         )
 
     return locked(directory / ".lock", refuse)
+
+
+# ------------------------------------------------------------------------- what options name
+
+
+def as_path(name: str | Path) -> Path:
+    """The path that an option of a command or a configuration names. All of them are read here.
+
+    ~ is the home directory: no shell expands it in YAML, or after an equals sign. Raises UserError
+    for a user that there is not, and a name that is not UTF-8 text, which some libraries cannot
+    open.
+    """
+    if not is_plain_text(str(name)):
+        raise UserError(f"{str(name)!r} is not UTF-8 text: rename it, or name its folder")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        problem = f"{name}: there is no home directory of {Path(name).parts[0]}"
+        raise UserError(f"{problem}; give the whole path, or ./{name} for what is here") from None
 
 
 # ------------------------------------------------------------------------- where results go
@@ -251,11 +265,12 @@ def check_new(output: Path) -> None:
     check_writable(output)
 
 
-def check_writable(directory: Path) -> None:
-    """Raises UserError if results cannot be written to `directory`. It creates nothing: call it
-    before hours of work.
+def check_writable(directory: Path, option: str = "--output") -> None:
+    """Raises UserError if nothing can be written to `directory`, which `option` names. It creates
+    nothing: call it before hours of work.
     """
-    places = (directory.absolute(), *directory.absolute().parents)
+    directory = directory.absolute()
+    places = (directory, *directory.parents)
     existing = next(path for path in places if os.path.lexists(path))
     problem = ""
     if not is_plain_text(str(directory)):  # some libraries cannot write there
@@ -268,7 +283,7 @@ def check_writable(directory: Path) -> None:
         problem = f"{checkpoint} is a checkpoint, and other files would make it unusable"
     if problem:
         shown = repr(str(directory))
-        raise UserError(f"results cannot go to {shown}: {problem}; choose another --output")
+        raise UserError(f"nothing can be written to {shown}: {problem}; choose another {option}")
 
 
 def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "") -> Path:

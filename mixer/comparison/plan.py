@@ -25,6 +25,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
+from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size
 from mixer.training.config import RunConfig, flatten, load_config, override
@@ -164,7 +165,7 @@ def recipe(file: str | None) -> dict:
     """The options of the configuration that a plan or a run names as its recipe."""
     if file is None:
         return {}
-    values = dict(flatten(read_yaml(file)))
+    values = dict(flatten(read_yaml(as_path(file))))
     options = {key: value for key, value in values.items() if key.startswith("optim.")}
     if not options:
         raise UserError(f"recipe: {file} has no section optim; give a configuration that has one")

@@ -5,7 +5,8 @@ A directory of prepared data appears when it is complete, so a process that is k
 that could be taken for prepared data. It holds
 
 train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
-train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
+train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included); of a
+                  pair, where its query does, and where its target does
 validation.bin, validation.docs.bin
 tokenizer/        what AutoTokenizer.from_pretrained reads
 manifest.json     settings, counts and hashes
@@ -25,19 +26,20 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError, end_with_parent
-from mixer.common.files import sha256, whole_directory
+from mixer.common.files import as_path, sha256, whole_directory
 from mixer.data import tokenizer as tokenizing
 from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
 from mixer.data.samples import PairFile, TokenFile
 from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
 from mixer.data.tasks import TaskSamples, open_task
 
-BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last document
+BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
 REPORT_SECONDS = 5.0
 
 
@@ -49,7 +51,7 @@ class Data:
     training: TokenFile | TaskSamples
     validation: TokenFile | TaskSamples
     tokenizer: PreTrainedTokenizerFast
-    token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
+    text_bytes: tokenizing.TextBytes  # of validation's text
 
 
 def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say = print) -> Data:
@@ -58,16 +60,20 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     """
     if config.source in TASKS:
         manifest, splits, tokenizer = open_task(config, context)
+        text_bytes = tokenizing.TextBytes(tokenizer)
     else:
-        manifest, tokenizer = prepare(config), tokenizing.load_tokenizer(config.directory)
+        manifest, directory = prepare(config), as_path(config.directory)
+        tokenizer = tokenizing.load_tokenizer(directory)
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
-        splits = [kind(config.directory, split, context) for split in SPLITS]
+        splits = [kind(directory, split, context) for split in SPLITS]
+        size = manifest.splits["validation"].bytes
+        text_bytes = tokenizing.TextBytes(tokenizer, [splits[1].tokens], size)
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return Data(manifest, *splits, tokenizer, tokenizing.token_bytes(tokenizer))
+    return Data(manifest, *splits, tokenizer, text_bytes)
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
@@ -80,7 +86,7 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     # Prepared data can be used where nothing can be written, so it takes no lock.
     if (manifest := existing_data(config)) is not None:
         return manifest
-    with whole_directory(Path(config.directory).absolute()) as stage:
+    with whole_directory(as_path(config.directory).absolute()) as stage:
         return existing_data(config) or _write(config, stage, say)
 
 
@@ -101,7 +107,7 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
     vocab_size = tokenizing.vocabulary_size(tokenizer)
     dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
-    encode, batches = _encoder(tokenizer, dtype, are_pairs), _batches(corpus.documents(say))
+    encode, batches = _encoder(tokenizer, dtype), _batches(corpus.documents(say), are_pairs)
     values = {
         "dtype": dtype.name,
         "vocab_size": vocab_size,
@@ -180,11 +186,17 @@ class Corpus:
             say(f"{copies:,} training documents are {what}: remove them from either text")
 
 
-Documents = list[tuple[str, str]]  # (split, document) of each
+class Piece(NamedTuple):
+    """A part of a text that is tokenized at a time, so that a huge text becomes several jobs."""
+
+    split: str
+    before: str  # the text's last character before it; "" where it is the first
+    text: str
+    closes: str  # "text" where it is the last, "document" also of the document, else ""
 
 
 def _write_tokens(
-    batches: Iterable[Documents], encode: Callable, workers: int, directory: Path, say: Say
+    batches: Iterable[list[Piece]], encode: Callable, workers: int, directory: Path, say: Say
 ) -> dict[str, Counter]:
     """Writes the token files, and returns what the manifest says of each split."""
     counts = {name: Counter() for name in SPLITS}
@@ -194,10 +206,11 @@ def _write_tokens(
         files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
         # closing ends the workers, also where writing fails
         encoded = opened.enter_context(closing(results(encode, batches, workers)))
-        for split, tokens, count in itertools.chain.from_iterable(encoded):
+        for split, closes, tokens, count in itertools.chain.from_iterable(encoded):
             counts[split].update(count)
             files[f"{split}.bin"].write(tokens)
-            files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
+            if closes:
+                files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
                 say(_report("tokenised so far", counts, said - began))
@@ -223,33 +236,43 @@ def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
     )
 
 
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Documents]:
+def _batches(documents: Iterable[tuple[str, str]], are_pairs: bool) -> Iterator[list[Piece]]:
+    """The pieces of all documents, BATCH_CHARACTERS or the next few more at a time."""
     batch, size = [], 0
     for split, document in documents:
-        batch.append((split, document))
-        size += len(document)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
+        texts = texts_of(document, are_pairs)
+        for number, text in enumerate(texts, 1):
+            end = "document" if number == len(texts) else "text"
+            for start, piece in tokenizing.pieces(text):
+                closes = end if start + len(piece) == len(text) else ""
+                batch.append(Piece(split, text[max(start - 1, 0) : start], piece, closes))
+                size += len(piece)
+                if size >= BATCH_CHARACTERS:
+                    yield batch
+                    batch, size = [], 0
     yield batch
 
 
 def _encoder(
-    tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, are_pairs: bool
-) -> Callable[[Documents], list[tuple[str, bytes, Counter]]]:
-    """A function from a batch to (split, tokens, counts) of each document. EOS ends each text."""
-    encode = tokenizing.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
+    tokenizer: PreTrainedTokenizerFast, dtype: np.dtype
+) -> Callable[[list[Piece]], list[tuple[str, str, bytes, dict[str, int]]]]:
+    """A function from a batch to (split, what it closes, tokens, counts) of each piece. EOS ends
+    each text.
+    """
+    encode = tokenizing.piece_encoder(tokenizer)
     eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
 
-    def encode_document(document: str) -> tuple[bytes, Counter]:
-        tokens, counts = b"", Counter(documents=1)
-        for text in texts_of(document, are_pairs):
-            tokens += b"".join((*map(encode, tokenizing.pieces(text)), eos))
-            counts.update(bytes=len(text.encode()), words=len(text.split()))
-        counts["tokens"] = len(tokens) // len(eos)
-        return tokens, counts
+    def encode_piece(piece: Piece) -> tuple[str, str, bytes, dict[str, int]]:
+        tokens = encode(piece.text, bool(piece.before)).astype(dtype).tobytes()
+        tokens += eos if piece.closes else b""
+        words = len(piece.text.split())
+        if piece.before.strip() and piece.text[:1].strip():  # a word that begins in the last piece
+            words -= 1
+        counts = {"documents": int(piece.closes == "document"), "words": words}
+        counts |= {"bytes": len(piece.text.encode()), "tokens": len(tokens) // len(eos)}
+        return piece.split, piece.closes, tokens, counts
 
-    return lambda batch: [(split, *encode_document(document)) for split, document in batch]
+    return lambda batch: [encode_piece(piece) for piece in batch]
 
 
 def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:

@@ -6,14 +6,13 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
 from mixer.data.config import Manifest
 
 STEPS_AHEAD = 2
@@ -43,6 +42,8 @@ class TokenFile:
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
         self.files = {kind: open(f"{self.path}.{kind}", "rb") for kind in ("bin", "docs.bin")}
+        numbers = os.fstat(self.files["docs.bin"].fileno()).st_size // 8
+        self.texts = numbers // self.counts.documents  # of a document: one, or two of a pair
         self.samples_before = self._samples_before()
         if not len(self):
             raise UserError(
@@ -52,14 +53,21 @@ class TokenFile:
                 "another data.directory"
             )
 
-    @cached_property
+    @property
     def tokens(self) -> np.ndarray:
         """All of the file, memory-mapped."""
         return np.memmap(f"{self.path}.bin", self.dtype, "r")
 
     def document_ends(self) -> np.ndarray:
         """(documents,) int64: where each document ends in the file, EOS included."""
-        return np.fromfile(f"{self.path}.docs.bin", "<i8")
+        return np.fromfile(f"{self.path}.docs.bin", "<i8").reshape(-1, self.texts)[:, -1]
+
+    def text_ends(self, first: int, last: int) -> np.ndarray:
+        """(last - first, texts) int64: where the texts of documents [first, last) end, EOS
+        included: query and target of a pair, otherwise the document alone.
+        """
+        ends = self.read(first * self.texts, last * self.texts, "docs.bin")
+        return ends.reshape(-1, self.texts)
 
     def _samples_before(self) -> np.ndarray:
         """(documents + 1,): the samples before each document, and all. Packed text is one."""
@@ -98,16 +106,28 @@ class TokenFile:
         number = index - int(self.samples_before[document])
         if len(self.samples_before) == 2:  # packed, or indeed one document
             return 0, self.counts.tokens, number
-        ends = self.read(max(document - 1, 0), document + 1, "docs.bin")
+        ends = self.text_ends(max(document - 1, 0), document + 1)[:, -1]
         return int(ends[0]) if document else 0, int(ends[-1]), number
 
     def read(self, start: int, end: int, kind: str = "bin") -> np.ndarray:
-        """Tokens [start, end), or where these documents end. Not through a memory map, whose pages
-        would count as this process's memory.
+        """Numbers [start, end) of a file of the split: tokens, or where texts end. Not through a
+        memory map, whose pages would count as this process's memory.
+
+        Raises UserError if the file no longer has them, which was whole when it was opened.
         """
-        dtype = self.dtype if kind == "bin" else np.dtype("<u8")
+        dtype = self.dtype if kind == "bin" else np.dtype("<i8")
         size, file = dtype.itemsize, self.files[kind].fileno()
-        return np.frombuffer(os.pread(file, (end - start) * size, start * size), dtype)
+        problem = "it is shorter now"
+        try:
+            numbers = np.frombuffer(os.pread(file, (end - start) * size, start * size), dtype)
+        except (OSError, ValueError) as error:
+            numbers, problem = (), first_line(error)
+        if len(numbers) < end - start:
+            raise UserError(
+                f"{self.path}.{kind} was changed while it was read ({problem}): restore it, or "
+                "delete its folder to prepare again, and run the same command again"
+            )
+        return numbers
 
 
 class PairFile(TokenFile):
@@ -116,6 +136,9 @@ class PairFile(TokenFile):
     Prepared with data.pair_field, a document is a pair: query, EOS, target, EOS. Others are cut
     into passages of `context` tokens, of which the first and second are a pair, the third and
     fourth, and so on; the rest at the end of a document is in none.
+
+    Raises UserError for a pair of data prepared by an earlier version, which did not record where a
+    query ends, if not only its end has an EOS.
     """
 
     def _samples_before(self) -> np.ndarray:
@@ -139,8 +162,15 @@ class PairFile(TokenFile):
         start, end, number = self.document_of(index)
         if self.are_rows:
             tokens = self.read(start, end - 1)
-            middle = int((tokens == self.manifest.eos_token_id).argmax())
-            return tokens[:middle], tokens[middle + 1 :]
+            middles = self.text_ends(index, index + 1)[0, :-1] - start - 1
+            if not len(middles):
+                middles = np.flatnonzero(tokens == self.manifest.eos_token_id)
+            if len(middles) != 1:
+                raise UserError(
+                    f"a pair in {self.path}.bin has an EOS inside of a text: give another "
+                    "data.directory, to prepare it by this version, which records where texts end"
+                )
+            return tokens[: middles[0]], tokens[middles[0] + 1 :]
         start += 2 * self.context * number
         tokens = self.read(start, start + 2 * self.context)
         return tokens[: self.context], tokens[self.context :]

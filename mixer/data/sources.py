@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mixer.common.errors import Say, UserError, first_line, say_on_stderr
-from mixer.common.files import sha256
+from mixer.common.files import as_path, sha256
 from mixer.data.config import DataConfig
 
 BETWEEN = "\0"  # the two texts of a pair; the first one has no such character
@@ -201,11 +201,11 @@ def _parquet_rows(part: Part) -> Iterator[dict]:
 def _hub_rows(part: Part) -> Iterable[dict]:
     from datasets import load_dataset, load_from_disk
 
-    path, config = part.config.path, part.config
-    for mark, saved in ("state.json", path), ("dataset_dict.json", f"{path}/{config.split}"):
-        if Path(path, mark).is_file():  # written by save_to_disk, without or with splits
+    path, config = as_path(part.config.path), part.config
+    for mark, saved in ("state.json", path), ("dataset_dict.json", path / config.split):
+        if (path / mark).is_file():  # written by save_to_disk, without or with splits
             return load_from_disk(saved)
-    return load_dataset(path, config.subset or None, split=config.split, streaming=True)
+    return load_dataset(str(path), config.subset or None, split=config.split, streaming=True)
 
 
 READERS = {
@@ -225,7 +225,7 @@ def local_files(config: DataConfig) -> list[Path]:
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
     parquet, have one of the source's suffixes. Raises UserError if none, or not all, can be read.
     """
-    path, suffixes = Path(config.path).expanduser(), SUFFIXES.get(config.source, ("",))
+    path, suffixes = as_path(config.path), SUFFIXES.get(config.source, ("",))
     wanted = f" ending in {', '.join(suffixes)}" if any(suffixes) else ""
     named, inside = set(), set()
     try:

@@ -15,9 +15,9 @@ from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
 from mixer.common.files import (
+    as_path,
     check_writable,
     directory_for,
-    in_words,
     results_locked,
     whole_directory,
 )
@@ -72,7 +72,7 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """
     for options in evaluations:
         check_options(options)
-    directory = Path(output or default_directory(evaluations))
+    directory = as_path(output or default_directory(evaluations))
     if rank() == 0:
         check_writable(directory)
     with results_locked(directory) if rank() == 0 else nullcontext():
@@ -95,16 +95,16 @@ def default_directory(evaluations: list[EvalOptions]) -> Path:
     changed = {name: value for name, value in vars(first).items() if name not in UNCHANGING}
     asked = [item for item in changed.items() if item[1] != getattr(EvalOptions, item[0])]
     paths = filter(None, [*first.text, first.data, first.pairs])
-    about = " ".join(Path(path).resolve().name for path in paths) or first.hub
+    about = " ".join(as_path(path).resolve().name for path in paths) or first.hub
     what, own = "retrieval" if first.pairs else "eval", [*asked, *others]
-    return directory_for(Path(first.checkpoint), what, about, repr(own) if own else "")
+    return directory_for(as_path(first.checkpoint), what, about, repr(own) if own else "")
 
 
 def check_options(options: EvalOptions) -> None:
     """Raises UserError for whatever can be found wrong before a model is loaded."""
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
-    directory = Path(options.checkpoint)
+    directory = as_path(options.checkpoint)
     check_checkpoint(directory)
     default = "a task" if isinstance(source := options.source, DataConfig) else "data"
     kind = next((kind for kind in ("text", "hub", "pairs") if getattr(options, kind)), default)
@@ -112,7 +112,7 @@ def check_options(options: EvalOptions) -> None:
         if kind not in readers and getattr(options, name) != getattr(EvalOptions, name):
             unread = f"--{name.replace('_', '-')} is given, which scoring {kind} does not read"
             raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
-    if kind == "data" and not options.data and not (source and Path(source).is_dir()):
+    if kind == "data" and not options.data and not (source and as_path(source).is_dir()):
         said = f"was trained on {source}, which is not in {Path.cwd()}" if source else ""
         said = said or "does not say what data it was trained on"
         raise UserError(f"{directory} {said}: give --data DIR, --text FILE... or --hub NAME")
@@ -149,7 +149,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 
 
 def _evaluate(options: EvalOptions, place: Place) -> dict:
-    directory, (device, _, processes) = Path(options.checkpoint), place
+    directory, (device, _, processes) = as_path(options.checkpoint), place
     model, tokenizer = load_checkpoint(directory, device, options.backend)
     found = describe_model(directory, model, tokenizer)
     # A transformer would keep keys and values that nothing reads.
@@ -167,10 +167,11 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     }
     size = options.batch_size
     if options.pairs:
-        texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        pairs = PairFile(options.pairs, "validation", window)
+        directory = as_path(options.pairs)
+        texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
+        pairs = PairFile(directory, "validation", window)
         shares = scoring.find_partners(model, pairs, size, place)
-        return found | {"data": in_words(options.pairs), "tokens": window} | shares
+        return found | {"data": options.pairs, "tokens": window} | shares
     text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
@@ -196,9 +197,10 @@ def describe_model(
 ) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     specification = tokenizer.backend_tokenizer.to_str().encode()
+    place = as_path(directory.resolve())
     return {
-        "label": in_words(f"{directory.resolve().parent.name}/{directory.resolve().name}"),
-        "checkpoint": in_words(directory),
+        "label": f"{place.parent.name}/{place.name}",
+        "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
         "parameters": model.num_parameters(),

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mixer.common.files import in_words
-
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 GREY = "#777777"
@@ -67,7 +65,6 @@ def curves(output: Path, title: str, x: str, y: str) -> Iterator:
 
 
 def short_name(name: str) -> str:
-    name = in_words(name)
     return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
 
 

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from mixer.common.errors import Say, UserError, say_on_stderr
+from mixer.common.files import as_path
 
 WIDTH, METRICS = 100, "metrics.jsonl"
 # The one form of each quantity in tables. LOSS is also that of bits per byte; pictures may have
@@ -18,7 +19,7 @@ SECONDS, SPEED, MEMORY = ".1f", ",.0f", ".1f"
 
 def read_metrics(path: str | Path) -> list[dict]:
     """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`."""
-    path = Path(path)
+    path = as_path(path)
     file = path / METRICS if path.is_dir() else path
     lines = [line for _, line in readable_lines(file, say_on_stderr)] if file.is_file() else []
     if not lines:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mixer.common.errors import UserError
+from mixer.common.files import as_path
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.values import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, without_unused
@@ -126,7 +127,7 @@ class RunConfig:
 
     @property
     def directory(self) -> Path:
-        return Path(self.output_dir) / self.name
+        return as_path(self.output_dir) / self.name
 
     @property
     def is_contrastive(self) -> bool:
@@ -152,7 +153,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     not allowed; or, where there are none, what options do not allow together.
     """
     run, problems = RunConfig(), []
-    sections = {} if path is None else read_yaml(path)
+    sections = {} if path is None else read_yaml(as_path(path))
     entries = [(key, value, path) for key, value in flatten(sections)]
     for text in overrides:
         try:
