@@ -307,6 +307,10 @@ def assert_sentence_transformers_has_the_same_vectors(checkpoint) -> None:
         loaded.tokenizer.padding_side = side
         found = loaded.encode(TEXTS)
         np.testing.assert_allclose(found, trained_vectors(checkpoint), atol=1e-5)
+    if loaded[0].auto_model.config.model_type == "masked_mixer":
+        for texts in ([""], ["", "ba"], ["ba", ""]):
+            with pytest.raises(ValueError, match="a text has no token; allowed: 1 or more in each"):
+                loaded.encode(texts)
 
 
 def test_two_processes_learn_what_one_does(pairs_config, launch, tmp_path):

@@ -23,8 +23,10 @@ from mixer.ops.plain import in_autocast_dtype
 from .cache import CACHE, MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .loops import InTransformersLoops
-from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations
+from .mixing import Keyed, gelu, linear, mixing_class, relu2, rotations
 from .suffix import SuffixMatch
+
+NO_TOKEN = "a text has no token; allowed: 1 or more in each"
 
 
 class MLP(nn.Module):
@@ -36,8 +38,8 @@ class MLP(nn.Module):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.up_proj = Linear(hidden, wide, bias=bias)
-        self.down_proj = Linear(wide, hidden, bias=bias)
+        self.up_proj = linear(hidden, wide, bias=bias)
+        self.down_proj = linear(wide, hidden, bias=bias)
         self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,7 +228,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         past = cache.length if cache is not None else 0
         longest = longest if cache is None else min(longest, cache.longest_text)
         if new == 0:
-            raise ValueError("input_ids has no token; allowed: 1 or more")
+            raise ValueError(NO_TOKEN)
         if past + new > longest:
             before = f" and the cache {past}" if past else ""
             raise ValueError(
@@ -243,6 +245,10 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
             raise ValueError(f"attention_mask has shape {shape}; allowed: {(batch, past + new)}")
+        # Beside others, a text without tokens would get zeros, which look like a result.
+        if attention_mask is not None and past == 0 and not torch.compiler.is_compiling():
+            if not attention_mask.bool().any(1).all():
+                raise ValueError(NO_TOKEN)
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
