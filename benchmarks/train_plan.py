@@ -14,6 +14,7 @@ PATH.png come at the end.
 import argparse
 import shlex
 import sys
+from pathlib import Path
 
 from mixer.common.errors import run_command
 from mixer.common.files import as_path
@@ -43,7 +44,7 @@ def main() -> None:
         plan["seeds"] = [int(text) if text.isdecimal() else text for text in seeds]
     command = shlex.join(["python", *sys.argv])
     given = dict(map(read_override, overrides))
-    with open_study(as_path(options.output), plan, command, options.commit or commit()) as study:
+    with open_study(Path(options.output), plan, command, options.commit or commit()) as study:
         sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
 
 

@@ -15,9 +15,9 @@ of learning rates, write a plan: see benchmarks/train_plan.py.
 import argparse
 import shlex
 import sys
+from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import as_path
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.backends = [text for text in options.backends if "=" not in text]
     plan = plan_of(options, dict(map(read_override, overrides)))
     command = shlex.join(["python", "-m", "mixer.compare", *arguments])
-    with open_study(as_path(options.output) / "report", plan, command, commit()) as study:
+    with open_study(Path(options.output) / "report", plan, command, commit()) as study:
         sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
 
 

@@ -14,11 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.common.options import is_plain_text
 from mixer.common.values import shape_problem
 
-STAGE = ".partial-"  # the names of what is being written begin with this
+STAGE = ".partial-"  # the names of what is being written begin with this; then HOST@NAME
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
@@ -27,6 +29,8 @@ LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
 LARGE = 2e9  # bytes; hashing them takes noticeable time
 # How network file systems and FUSE answer calls that they do not support.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
+# Options of Lustre and NFS by which a lock is this host's alone.
+LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 
 @contextmanager
@@ -91,14 +95,16 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
     """Yields a temporary path beside `place`, under a lock. If the block fails, nothing of it
     stays, and a system error becomes a UserError about `output`.
     """
-    # The host is in the name because locks do not reach across machines on every file system.
-    stage = place.with_name(f"{STAGE}{socket.gethostname()}-{place.name}")
+    # The host is in the name because not every file system has locks that reach other hosts.
+    stage = place.with_name(f"{STAGE}{socket.gethostname()}@{place.name}")
     lock = place.with_name(f"{STAGE}{place.name}.lock")
     waiting = f"waiting for another process, which writes {output} ({lock} is its lock)"
     try:
-        with locked(lock, lambda: say_on_stderr(waiting)):
+        with locked(lock, lambda: say_on_stderr(waiting)) as is_alone:
             try:
-                remove(stage)  # left behind by a killed process
+                for path in _stages_of(place):  # left behind by killed processes
+                    if path == stage or (is_alone and _locks_reach_all_hosts(place)):
+                        remove(path)
                 yield stage
             finally:
                 remove(stage)
@@ -110,6 +116,22 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
             f"{output} could not be written ({system}) and is unchanged: fix the cause, then run "
             "the same command again"
         ) from error
+
+
+def _stages_of(place: Path) -> list[Path]:
+    """The temporary paths beside a place that become it, of all hosts."""
+    stages = place.parent.glob(f"{STAGE}*@*")
+    return [path for path in stages if path.name.partition("@")[2] == place.name]
+
+
+def _locks_reach_all_hosts(path: Path) -> bool:
+    """Whether other hosts that share a path's file system see its locks, as far as is known."""
+    mounts = psutil.disk_partitions(all=True)
+    above = [mount for mount in mounts if path.resolve().is_relative_to(mount.mountpoint)]
+    mount = max(above, key=lambda mount: len(mount.mountpoint), default=None)
+    if mount is None:
+        return True
+    return not (mount.fstype.startswith("fuse") or LOCAL_LOCKS.intersection(mount.opts.split(",")))
 
 
 def as_system_error(error: BaseException) -> BaseException:
@@ -153,17 +175,19 @@ _warn = functools.cache(say_on_stderr)  # once
 
 
 @contextmanager
-def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def locked(file: Path, waiting: Callable[[], None]) -> Iterator[bool]:
     """Holds an exclusive lock on a file, which the system drops when this process dies. The file
-    and missing directories are created, and removed in the end, the directories if empty.
+    and missing directories are created, and removed in the end, the directories if empty. Yields
+    whether there is a lock: not every file system has them.
 
     `waiting` is called before this process waits for another one that holds the lock.
     """
     missing = [path for path in file.parents if not path.exists()]
     try:
-        with _open_locked(file, waiting):
+        opened, is_locked = _open_locked(file, waiting)
+        with opened:
             try:
-                yield
+                yield is_locked
             finally:
                 file.unlink(missing_ok=True)
     finally:
@@ -172,12 +196,13 @@ def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
                 directory.rmdir()
 
 
-def _open_locked(file: Path, waiting: Callable[[], None]) -> IO:
+def _open_locked(file: Path, waiting: Callable[[], None]) -> tuple[IO, bool]:
     otherwise = "do not start the same command twice, as the two would not see each other"
     while True:
-        opened = _open_new(file)
+        opened, is_locked = _open_new(file), True
         try:
-            if_supported(otherwise, fcntl.flock, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
+            is_locked = if_supported(otherwise, fcntl.flock, opened, exclusive)
         except BlockingIOError:
             waiting()
             fcntl.flock(opened, fcntl.LOCK_EX)
@@ -185,7 +210,7 @@ def _open_locked(file: Path, waiting: Callable[[], None]) -> IO:
         # renames an open file that is removed.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(opened.fileno()), os.stat(file)):
-                return opened
+                return opened, is_locked
         opened.close()
 
 
@@ -198,7 +223,7 @@ def _open_new(file: Path) -> IO:
     return open(file, "a")  # which says what is wrong
 
 
-def run_locked(directory: Path) -> AbstractContextManager[None]:
+def run_locked(directory: Path) -> AbstractContextManager[bool]:
     """Creates a run's directory and holds its lock. A run that writes nothing leaves nothing.
 
     Raises UserError if nothing can be written there, and if another process trains the run, such
@@ -341,7 +366,7 @@ def cache_home() -> Path:
     a home, as in some containers.
     """
     if named := os.environ.get("MIXER_CACHE"):
-        return Path(named)
+        return as_path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
 
 

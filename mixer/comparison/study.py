@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
-from mixer.common.files import check_writable, read_json, results_locked, write_json
+from mixer.common.files import as_path, check_writable, read_json, results_locked, write_json
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import Job, Run, data_options
 from mixer.comparison.report import write_report
@@ -42,6 +42,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def places(output: Path) -> tuple[Path, Path]:
     """The file of the results, and the folder of their runs."""
+    output = as_path(output)
     return output.with_name(f"{output.name}.json"), output.with_name(f"{output.name}-runs")
 
 

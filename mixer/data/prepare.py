@@ -18,12 +18,13 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,7 @@ from mixer.data.sources import Part, documents, source_parts, text_hash, texts_o
 from mixer.data.tasks import TaskSamples, open_task
 
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
+LEAST_HELD_OUT = 10_000  # characters of a single document, unless these are above a tenth of it
 REPORT_SECONDS = 5.0
 
 
@@ -92,16 +94,20 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
-    corpus, are_pairs = Corpus(config), bool(config.pair_field)
+    are_pairs = bool(config.pair_field)
+    with time_told("reading the text", say):
+        corpus = Corpus(config)
     training = (document for split, document in corpus.documents() if split == "train")
     texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        sample = tokenizing.training_sample(texts)
-        tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
+        with time_told("training the tokenizer", say):
+            sample = tokenizing.training_sample(texts)
+            tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
-        tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
-        loses = tokenizing.loss_of_text(tokenizer, texts)
+        with time_told("reading the tokenizer, and a sample of the text", say):
+            tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
+            loses = tokenizing.loss_of_text(tokenizer, texts)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = tokenizing.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
@@ -123,6 +129,27 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     return manifest
 
 
+@contextmanager
+def time_told(what: str, say: Say) -> Iterator[None]:
+    """Says every REPORT_SECONDS for how long `what` is going on, by a thread: nothing inside may
+    fork, as a child has no thread to release what this one holds.
+    """
+    began, ended = time.perf_counter(), threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(REPORT_SECONDS):
+            with suppress(OSError):  # nobody reads the output
+                say(f"{what}: {time.perf_counter() - began:.0f} s so far")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Corpus:
     """What is prepared: a text of which some documents are held out, or a text for each split.
 
@@ -140,18 +167,21 @@ class Corpus:
         files = [(part.file, part.file.stat()[1:3]) for part in self.training if part.file]
         held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
-            both = f"{common[0]} belongs to both data.path and data.validation_path"
-            raise UserError(f"{both}: name different files in one of them")
-        splits = (split for split, _ in self.documents())
-        first = next(splits)
-        if all(split == first for split in splits):
+            problem = f"{common[0]} belongs to both data.path and data.validation_path"
+            raise UserError(f"{problem}: name different files in one of them")
+        self.is_one = False  # document, of which the end is held out
+        both = self.documents()
+        first, document = next(both)
+        if all(split == first for split, _ in both):
             text = config.path or f"the text of data.source={config.source}"
             if first == "validation":
                 held = f"data.validation_documents = {config.validation_documents}"
                 raise UserError(f"{held} leaves no document of {text} for training: lower it")
-            problem = f"{text} has 1 document (copies count once), and validation needs another"
-            remedy = "add files, or give data.validation_path (hub: data.validation_split)"
-            raise UserError(f"{problem}: {remedy}")
+            if config.pair_field or len(document) < 2:
+                problem = f"{text} has 1 document (copies count once), and validation needs another"
+                remedy = "add files, or give data.validation_path (hub: data.validation_split)"
+                raise UserError(f"{problem}: {remedy}")
+            self.is_one = True
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text, and how
@@ -159,8 +189,16 @@ class Corpus:
 
         A share is held out by a hash of the text, so a document keeps its split when the corpus
         grows or is reordered, and copies land in the same split. Neither split is empty: the first
-        document is for training, and the next that is no copy of it for validation.
+        document is for training, and the next that is no copy of it for validation. If there is
+        only one, the end of it is held out, and said.
         """
+        if self.is_one:
+            (text,) = deque(documents(self.training, self.config, say=say), maxlen=1)
+            start = start_of_end(text, self.config.validation_fraction)
+            held_out = f"{len(text) - start:,} of its {len(text):,} characters"
+            say(f"there is one document: its end is for validation, {held_out}")
+            yield from (("train", text[:start]), ("validation", text[start:]))
+            return
         first, other, validation, copies = None, None, set(), 0
         if self.validation:
             for text in documents(self.validation, self.validation[0].config, say=say):
@@ -184,6 +222,15 @@ class Corpus:
         if copies:
             what = "copies of validation documents, so the validation loss will be too low"
             say(f"{copies:,} training documents are {what}: remove them from either text")
+
+
+def start_of_end(text: str, share: float) -> int:
+    """Where the end of a text starts that is held out: a share of it, or, of a short text, up to a
+    tenth, to have some samples. If there is a line's end nearby, it starts behind that.
+    """
+    size = max(1, int(share * len(text)), min(len(text) // 10, LEAST_HELD_OUT))
+    start = len(text) - size
+    return text.rfind("\n", max(1, start - size), start) + 1 or start
 
 
 class Piece(NamedTuple):
@@ -221,9 +268,10 @@ def _write_tokens(
             f"validation has {validation:,} tokens, and training {training:,}: for another split, "
             "add text or give another data.validation_path, with another data.directory"
         )
-    for split, count in counts.items():
-        count["tokens_sha256"] = sha256(directory / f"{split}.bin")
-        count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
+    with time_told("hashing the token files", say):
+        for split, count in counts.items():
+            count["tokens_sha256"] = sha256(directory / f"{split}.bin")
+            count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
     return counts
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mixer.common.errors import UserError, first_line
+from mixer.common.errors import UserError
 from mixer.data.config import Manifest
 
 STEPS_AHEAD = 2
@@ -49,18 +49,18 @@ class TokenFile:
             raise UserError(
                 f"the {split} split of {directory} has {self.counts.tokens} tokens, but a context "
                 f"of {context} needs at least {context + 1} (a pair of passages: a document of "
-                f"{2 * context}); choose a shorter context, or more text for this split, with "
-                "another data.directory"
+                f"{2 * context}); choose a shorter context, or more text for this split (a larger "
+                "data.validation_fraction), with another data.directory"
             )
 
     @property
     def tokens(self) -> np.ndarray:
-        """All of the file, memory-mapped."""
-        return np.memmap(f"{self.path}.bin", self.dtype, "r")
+        """All of the split, in memory."""
+        return self.read(0, self.counts.tokens)
 
     def document_ends(self) -> np.ndarray:
         """(documents,) int64: where each document ends in the file, EOS included."""
-        return np.fromfile(f"{self.path}.docs.bin", "<i8").reshape(-1, self.texts)[:, -1]
+        return self.text_ends(0, self.counts.documents)[:, -1]
 
     def text_ends(self, first: int, last: int) -> np.ndarray:
         """(last - first, texts) int64: where the texts of documents [first, last) end, EOS
@@ -111,22 +111,24 @@ class TokenFile:
 
     def read(self, start: int, end: int, kind: str = "bin") -> np.ndarray:
         """Numbers [start, end) of a file of the split: tokens, or where texts end. Not through a
-        memory map, whose pages would count as this process's memory.
+        memory map: its pages would count as this process's memory, and those of a file that is cut
+        would end it without a word.
 
         Raises UserError if the file no longer has them, which was whole when it was opened.
         """
-        dtype = self.dtype if kind == "bin" else np.dtype("<i8")
-        size, file = dtype.itemsize, self.files[kind].fileno()
-        problem = "it is shorter now"
+        numbers = np.empty(end - start, self.dtype if kind == "bin" else "<i8")
+        left, place = numbers.view(np.uint8), start * numbers.itemsize
         try:
-            numbers = np.frombuffer(os.pread(file, (end - start) * size, start * size), dtype)
-        except (OSError, ValueError) as error:
-            numbers, problem = (), first_line(error)
-        if len(numbers) < end - start:
+            while len(left):  # the system reads at most 2 GB at a time
+                count = os.preadv(self.files[kind].fileno(), [left], place)
+                if not count:
+                    raise OSError("it is shorter now")
+                left, place = left[count:], place + count
+        except OSError as error:
             raise UserError(
-                f"{self.path}.{kind} was changed while it was read ({problem}): restore it, or "
-                "delete its folder to prepare again, and run the same command again"
-            )
+                f"{self.path}.{kind} can no longer be read ({error}): restore it, or delete its "
+                "folder to prepare again, and run the same command again"
+            ) from None
         return numbers
 
 

@@ -123,7 +123,7 @@ def test_an_earlier_output_stays_as_it_was(inputs, tmp_path, call, name):
 
 def test_what_a_killed_command_has_left_is_replaced(inputs, tmp_path, call):
     main, arguments, output = commands(inputs, tmp_path / "output")["export"]
-    left = output / f".partial-{socket.gethostname()}-output"
+    left = output / f".partial-{socket.gethostname()}@output"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_text("half")
     call(main, arguments)

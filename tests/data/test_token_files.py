@@ -123,7 +123,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(prepared, tmp_path, name):
     file = kind(tmp_path / "cut", "train", 8)
     file.batch([len(file) - 1])
     os.truncate(tmp_path / "cut" / name, 12)
-    with pytest.raises(UserError, match=f"cut/{name} was changed while it was read .it is shorter"):
+    with pytest.raises(UserError, match=f"cut/{name} can no longer be read .it is shorter"):
         file.batch([len(file) - 1])
 
 
