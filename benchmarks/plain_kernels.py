@@ -10,9 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.ops import cuda, triangular
-from mixer.ops.cuda import lag_zero, packed_shape
-from mixer.ops.plain import by_each_head, diagonal_sums, lags_at, merge_heads, split_heads
+from mixer.ops import cuda, plain, triangular
+from mixer.ops.cuda import lag_zero, packed_shape, window_of
+from mixer.ops.plain import (
+    by_each_head,
+    diagonal_sums,
+    lags_at,
+    merge_heads,
+    split_heads,
+    toeplitz,
+)
 
 
 @contextlib.contextmanager
@@ -21,6 +28,8 @@ def replacing_the_kernels() -> Iterator[None]:
     cuda.one_tap.register_kernel("cpu")(one_tap)
     cuda.grad_input.register_kernel("cpu")(lambda *arguments: grad_input(*arguments))
     cuda.grad_weight.register_kernel("cpu")(lambda *arguments: grad_weight(*arguments))
+    cuda.short_conv.register_kernel("cpu")(short_conv)
+    cuda.short_gradients.register_kernel("cpu")(short_gradients)
     # What the compiler reads as constant, as the function in whose place it stands.
     take = torch.compiler.assume_constant_result(lambda backend, *_: backend == "cuda")
     with mock.patch.object(triangular, "_kernels_take", take):
@@ -31,27 +40,27 @@ def one_tap(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     packed = pack(weight, x.shape[1], x.dtype)
-    return forward(x, packed, bias, residual, weight.dim() == 2), packed
+    return forward(x, packed, bias, residual, window_of(weight)), packed
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    by_lag = weight.dim() == 2
-    _, rows, columns = packed_shape(weight.shape[0], tokens, by_lag)
-    if not by_lag:
+    window = window_of(weight)
+    _, rows, columns = packed_shape(weight.shape[0], tokens, window)
+    if not window:
         corner = weight[..., :tokens, :tokens].tril().to(dtype)
         return F.pad(corner, (0, columns - tokens)).contiguous()
-    place = torch.arange(columns, device=weight.device)
-    lags = F.pad(weight[:, :tokens], (0, columns + rows - tokens))
-    return lags_at(lags, place[:rows, None] + lag_zero(tokens) - place).to(dtype)
+    column = torch.arange(columns, device=weight.device)
+    lag = column[:rows, None] + lag_zero(tokens, window) - column
+    return lags_at(weight[:, :tokens], lag).to(dtype)
 
 
-def square(packed: Tensor, tokens: int, by_lag: bool) -> Tensor:
+def square(packed: Tensor, tokens: int, window: int) -> Tensor:
     """The weight of the tokens, (heads, tokens, tokens)."""
-    if not by_lag:
+    if not window:
         return packed[..., :tokens]
-    place = torch.arange(tokens, device=packed.device)
-    lag = (place[:, None] - place).clamp(min=0)
-    return packed[:, 0][:, lag_zero(tokens) - lag].tril()
+    first = lag_zero(tokens, window)
+    lags = packed[:, 0, first - min(window, tokens) + 1 : first + 1].flip(-1)
+    return toeplitz(F.pad(lags, (0, tokens - lags.shape[-1])), tokens)
 
 
 def forward(
@@ -59,18 +68,18 @@ def forward(
     packed: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    by_lag: bool = False,
+    window: int = 0,
 ) -> Tensor:
     tokens = x.shape[1]
-    y = by_each_head(square(packed, tokens, by_lag), split_heads(x, packed.shape[0]))
+    y = by_each_head(square(packed, tokens, window), split_heads(x, packed.shape[0]))
     if bias is not None:
         y = y + bias[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
     return (y if residual is None else y + residual).clone(memory_format=torch.contiguous_format)
 
 
-def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
-    weight = square(packed, dy.shape[1], by_lag)
+def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
+    weight = square(packed, dy.shape[1], window)
     dx = by_each_head(weight.mT, split_heads(dy, packed.shape[0]))
     return merge_heads(dx).clone(memory_format=torch.contiguous_format)
 
@@ -81,13 +90,32 @@ def grad_weight(
     context: int,
     heads: int,
     with_bias: bool,
-    by_lag: bool = False,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     missing = context - x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     dy, x = split_heads(dy, heads), split_heads(x, heads)  # (heads, batch, tokens, width)
     dweight = (dy @ x.mT).sum(1, dtype=wide).tril()
     dbias = F.pad(dy.sum((1, 3), dtype=wide), (0, missing))
-    dweight = F.pad(dweight, (0, missing, 0, missing))
-    dweight = diagonal_sums(dweight) if by_lag else dweight
+    if window:
+        dlags = diagonal_sums(dweight)[:, :window]
+        dweight = F.pad(dlags, (0, window - dlags.shape[-1]))
+    else:
+        dweight = F.pad(dweight, (0, missing, 0, missing))
     return dweight, dbias if with_bias else dbias[0, :0].clone()
+
+
+def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    return plain.triangular_conv(x, None, bias, residual, lags=lags[:, None])
+
+
+def short_gradients(
+    dy: Tensor, x: Tensor, lags: Tensor, biases: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, window = lags.shape
+    dx = grad_input(dy, pack(lags, dy.shape[1], dy.dtype), window)
+    context = max(biases, x.shape[1])
+    dlags, dbias = grad_weight(dy, x, context, heads, True, window)
+    if biases == 1:
+        dbias = dbias.sum(1, keepdim=True)
+    return dx, dlags, dbias[:, :biases].clone()

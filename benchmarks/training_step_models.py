@@ -38,6 +38,7 @@ class Form:
     compile: str = "no"  # ours: no, blocks, model; others: no, model
     recompute: str = "none"
     graph: bool = False  # its passes are replayed as a CUDA graph
+    window: int | None = None  # ours: weights by lag with so many lags; 0: all
 
 
 FORMS = {
@@ -50,6 +51,8 @@ FORMS = {
     "limit": Form("matmul with mixing removed, compiled", "limit", compile="model"),
     "reference": Form("the reference implementation's form, eager", "reference"),
     "activation": Form("blocks, the GELU computed again", compile="blocks", recompute="activation"),
+    "lags": Form("blocks, weights by lag", compile="blocks", window=0),
+    "window": Form("blocks, a window of 128 lags", compile="blocks", window=128),
     "block": Form("blocks, each block computed again", compile="blocks", recompute="block"),
 }
 DEFAULT_FORMS = ("blocks", "model", "eager", "dense", "matmul", "limit", "reference")
@@ -155,6 +158,7 @@ def build(form: Form, size: Size, device: str) -> nn.Module:
     config = MaskedMixerConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
         max_position_embeddings=size.tokens, mixing_backend=backend,
+        mixing_weight="full" if form.window is None else "lags", mixing_window=form.window or 0,
     )  # fmt: skip
     with torch.device(device):
         model = MaskedMixerForCausalLM(config)

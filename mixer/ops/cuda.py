@@ -2,8 +2,8 @@
 autograd formula, and the CUDA kernels of `csrc`, called through ctypes.
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
-then in, or by lag (heads, context); bias (heads, context); packed (heads, rows, columns). x, dy and
-packed are fp16 or bf16, and sums fp32.
+then in, or by lag (heads, window); bias (heads, context), context >= tokens; packed (heads, rows,
+columns). x, dy and packed are fp16 or bf16, and sums fp32. `window` is 0 for a full weight.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. triangular.py has checked shapes, dtypes and devices, and asked
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from mixer.common.errors import UserError, first_line
-from mixer.ops.plain import seen_by_tap
+from mixer.ops.plain import for_positions, seen_by_tap
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
+SHORT_WINDOW = 16  # MIXER_SHORT_WINDOW
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
@@ -32,7 +33,7 @@ STRIDES = [
     *("dy_batch_stride", "dy_token_stride"),
     *("memory_batch_stride", "memory_head_stride", "positions_stride"),
 ]
-SIZES = ["batch", "tokens", "channels", "context", "heads", "columns", "lag_zero"]
+SIZES = ["batch", "tokens", "channels", "context", "heads", "columns", "window", "lag_zero"]
 SIZES += ["dtype", "weight_dtype", "device", "capability", "processors"]
 
 
@@ -50,17 +51,23 @@ class Params(ctypes.Structure):
 
 
 def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
-    """y, given a weight (heads, taps, context, context) or by lag (heads, taps, context). The
-    kernels have one tap; several are a sum of calls.
+    """y, given a weight (heads, taps, context, context) or by lag (heads, taps, window). The
+    kernels have one tap; several are a sum of calls. By lag, the bias is (heads, any number), of
+    which later tokens have the last.
     """
     heads, taps = weight.shape[:2]
+    by_lag = weight.dim() == 3
+    is_short = by_lag and weight.shape[-1] <= SHORT_WINDOW
+    if by_lag and bias is not None and not (is_short and bias.shape[-1] == 1):
+        bias = for_positions(x.shape[1], bias)
+    conv = short_conv if is_short else lambda *arguments: one_tap(*arguments)[0]
     if taps == 1:
-        return one_tap(x, weight.squeeze(1), bias, residual)[0]
+        return conv(x, weight.squeeze(1), bias, residual)
     parts = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
     y = residual
     for tap, part in enumerate(weight.unbind(1)):
         shifted = seen_by_tap(parts, tap, taps).flatten(2)
-        y = one_tap(shifted, part, bias if tap == 0 else None, y)[0]
+        y = conv(shifted, part, bias if tap == 0 else None, y)
     return y
 
 
@@ -70,25 +77,27 @@ def one_tap(
 ) -> tuple[Tensor, Tensor]:
     """y and the packed weight (masked, cast, padded), which is made once and kept for backward."""
     packed = pack(weight, x.shape[1], x.dtype)
-    return forward(x, packed, bias, residual, weight.dim() == 2), packed
+    return forward(x, packed, bias, residual, window_of(weight)), packed
 
 
 @one_tap.register_fake
 def _(x, weight, bias, residual):
-    packed = x.new_empty(packed_shape(weight.shape[0], x.shape[1], weight.dim() == 2))
+    packed = x.new_empty(packed_shape(weight.shape[0], x.shape[1], window_of(weight)))
     return torch.empty_like(x, memory_format=torch.contiguous_format), packed
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, _, _ = inputs
+    x, weight, bias, _ = inputs
     _, packed = output
     ctx.mark_non_differentiable(packed)
     ctx.set_materialize_grads(False)
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     # Nothing is kept that no gradient will ask for.
     ctx.save_for_backward(x if needs_weight or needs_bias else None, packed if needs_x else None)
-    ctx.heads, ctx.context = weight.shape[:2]
-    ctx.weight_dtype, ctx.by_lag = weight.dtype, weight.dim() == 2
+    ctx.heads = weight.shape[0]
+    ctx.window = window_of(weight)
+    ctx.context = weight.shape[-1] if bias is None else bias.shape[-1]
+    ctx.weight_dtype = weight.dtype
 
 
 def _backward(ctx, dy, _):
@@ -97,11 +106,11 @@ def _backward(ctx, dy, _):
         return None, None, None, None
     x, packed = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad
-    dx = grad_input(dy, packed, ctx.by_lag) if needs_x else None
+    dx = grad_input(dy, packed, ctx.window) if needs_x else None
     dweight = dbias = None
     if needs_weight or needs_bias:
-        found = grad_weight(dy, x, ctx.context, ctx.heads, needs_bias, ctx.by_lag)
-        dweight, dbias = (gradient.to(ctx.weight_dtype) for gradient in found)
+        gradients = grad_weight(dy, x, ctx.context, ctx.heads, needs_bias, ctx.window)
+        dweight, dbias = (gradient.to(ctx.weight_dtype) for gradient in gradients)
     dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
     return dx, dweight, dbias, dy if needs_residual else None
 
@@ -121,72 +130,145 @@ def refuse_second_derivatives(operator: str) -> None:
 one_tap.register_autograd(_backward, setup_context=_setup_context)
 
 
+# ------------------------------------------------------------------------- short windows
+
+
+@torch.library.custom_op("mixer::short_conv", mutates_args=())
+def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """y, for lags (heads, window) of at most SHORT_WINDOW. A bias (heads, 1) is of all tokens."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tensors = {"x": x, "weight": lags, "bias": bias, "residual": residual, "y": y}
+    if y.numel():
+        call("mixer_short_conv", params_of(x, x.shape, *lags.shape, **tensors))
+    return y
+
+
+@short_conv.register_fake
+def _(x, lags, bias, residual):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("mixer::short_conv_gradients", mutates_args=())
+def short_gradients(
+    dy: Tensor, x: Tensor, lags: Tensor, biases: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, contiguous, in dy's dtype; in fp32 dlags (heads, window) and dbias (heads, biases)."""
+    dx, dlags, dbias = empty_short_gradients(dy, x, lags, biases)
+    if not x.numel():
+        return dx, dlags.zero_(), dbias.zero_()
+    tensors = {"dy": dy, "x": x, "dx": dx, "dbias": dbias if biases else None}
+    params = params_of(x, x.shape, *lags.shape, weight=lags, dweight=dlags, **tensors)
+    params.weight_dtype = DTYPE_CODES[lags.dtype]
+    size = kernels(params.device).mixer_short_conv_workspace(ctypes.byref(params))
+    workspace = x.new_empty(size, dtype=torch.uint8)
+    params.workspace = workspace.data_ptr()
+    call("mixer_short_conv_gradients", params)
+    return dx, dlags, dbias
+
+
+@short_gradients.register_fake
+def empty_short_gradients(dy, x, lags, biases):
+    dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    heads = lags.shape[0]
+    return dx, x.new_empty(lags.shape, dtype=wide), x.new_empty((heads, biases), dtype=wide)
+
+
+def _setup_short(ctx, inputs, output):
+    x, lags, bias, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, lags)
+    ctx.biases = bias.shape[-1] if ctx.needs_input_grad[2] else 0
+
+
+def _backward_short(ctx, dy):
+    refuse_second_derivatives("triangular_conv")
+    if dy is None:
+        return None, None, None, None
+    x, lags = ctx.saved_tensors
+    dx, dlags, dbias = short_gradients(dy, x, lags, ctx.biases)
+    dbias = dbias.to(lags.dtype) if ctx.biases else None
+    return dx, dlags.to(lags.dtype), dbias, dy if ctx.needs_input_grad[3] else None
+
+
+short_conv.register_autograd(_backward_short, setup_context=_setup_short)
+
+
 # ------------------------------------------------------------------------- the kernels
 
 
-def packed_shape(heads: int, tokens: int, by_lag: bool) -> tuple[int, int, int]:
+def window_of(weight: Tensor) -> int:
+    """The lags of a weight by lag; 0 for a full weight."""
+    return weight.shape[-1] if weight.dim() == 2 else 0
+
+
+def packed_shape(heads: int, tokens: int, window: int) -> tuple[int, int, int]:
     """(heads, tokens, tokens rounded up to 8), so that every row starts on 16 bytes; by lag the
     shape of a strip (csrc/params.h).
     """
-    if by_lag:
-        return heads, STRIP_ROWS, lag_zero(tokens) + STRIP_ROWS
+    if window:
+        return heads, STRIP_ROWS, lag_zero(tokens, window) + STRIP_ROWS
     return heads, tokens, (tokens + 7) // 8 * 8
 
 
-def lag_zero(tokens: int) -> int:
-    """The strip's column of lag 0 in its first row."""
-    return (tokens + STRIP_ROWS - 1) // STRIP_ROWS * STRIP_ROWS
+def lag_zero(tokens: int, window: int) -> int:
+    """The strip's column of lag 0 in its first row. Its tiles reach back over the tokens, or at
+    most a tile further than the window.
+    """
+    reach = min(tokens, window + STRIP_ROWS - 1)
+    return (reach + STRIP_ROWS - 1) // STRIP_ROWS * STRIP_ROWS
 
 
 def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """The lower triangle of the weight's top-left (tokens, tokens) corner in `dtype`, exact zeros
     elsewhere; by lag a strip, from which each tile of that triangle can be read.
     """
-    heads, by_lag = len(weight), weight.dim() == 2
-    packed = weight.new_empty(packed_shape(heads, tokens, by_lag), dtype=dtype)
-    given = {"weight": weight, "packed": packed}
-    call("mixer_pack", params_of(packed, (0, tokens, 0), heads, by_lag, **given))
+    heads = len(weight)
+    window = window_of(weight)
+    packed = weight.new_empty(packed_shape(heads, tokens, window), dtype=dtype)
+    params = params_of(packed, (0, tokens, 0), heads, window, weight=weight, packed=packed)
+    call("mixer_pack", params)
     return packed
 
 
 def forward(
-    x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None, by_lag: bool = False
+    x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None, window: int = 0
 ) -> Tensor:
     """y = bias + residual + W x, contiguous, in x's dtype; bias is fp32 or of x's dtype."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    given = {"x": x, "packed": packed, "bias": bias, "residual": residual, "y": y}
+    tensors = {"x": x, "packed": packed, "bias": bias, "residual": residual, "y": y}
     if y.numel():
-        call("mixer_forward", params_of(x, x.shape, len(packed), by_lag, **given))
+        call("mixer_forward", params_of(x, x.shape, len(packed), window, **tensors))
     return y
 
 
 @torch.library.custom_op("mixer::triangular_conv_grad_input", mutates_args=())
-def grad_input(dy: Tensor, packed: Tensor, by_lag: bool = False) -> Tensor:
+def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    given = {"dy": dy, "packed": packed, "dx": dx}
     if dx.numel():
-        call("mixer_grad_input", params_of(dy, dy.shape, len(packed), by_lag, **given))
+        params = params_of(dy, dy.shape, len(packed), window, dy=dy, packed=packed, dx=dx)
+        call("mixer_grad_input", params)
     return dx
 
 
 @grad_input.register_fake
-def _(dy, packed, by_lag=False):
+def _(dy, packed, window=0):
     return torch.empty_like(dy, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
 def grad_weight(
-    dy: Tensor, x: Tensor, context: int, heads: int, with_bias: bool, by_lag: bool = False
+    dy: Tensor, x: Tensor, context: int, heads: int, with_bias: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """dweight (heads, context, context), by lag (heads, context), and dbias (heads, context), or
+    """dweight (heads, context, context), by lag (heads, window), and dbias (heads, context), or
     (0,) without bias, in fp32, with exact zeros above the diagonal and beyond the tokens.
     """
-    dweight, dbias = empty_gradients(dy, x, context, heads, with_bias, by_lag)
+    dweight, dbias = empty_gradients(dy, x, context, heads, with_bias, window)
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
-    given = {"dy": dy, "x": x, "dweight": dweight, "dbias": dbias if with_bias else None}
-    params = params_of(x, x.shape, heads, by_lag, **given)
+    tensors = {"dy": dy, "x": x, "dweight": dweight, "dbias": dbias if with_bias else None}
+    params = params_of(x, x.shape, heads, window, **tensors)
     size = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
     workspace = x.new_empty(size, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
@@ -195,9 +277,9 @@ def grad_weight(
 
 
 @grad_weight.register_fake
-def empty_gradients(dy, x, context, heads, with_bias, by_lag=False):
+def empty_gradients(dy, x, context, heads, with_bias, window=0):
     wide = torch.promote_types(x.dtype, torch.float32)
-    dweight = x.new_empty((heads, context) if by_lag else (heads, context, context), dtype=wide)
+    dweight = x.new_empty((heads, window) if window else (heads, context, context), dtype=wide)
     return dweight, x.new_empty((heads, context) if with_bias else (0,), dtype=wide)
 
 
@@ -223,7 +305,7 @@ def params_of(
     like: Tensor,
     shape: tuple[int, int, int],
     heads: int,
-    by_lag: bool = False,
+    window: int = 0,
     **tensors: Tensor | None,
 ) -> Params:
     """The structure for x of this shape, with the type and device of `like`, and with the addresses
@@ -231,8 +313,9 @@ def params_of(
     """
     batch, tokens, channels = shape
     params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)
-    params.columns = packed_shape(heads, tokens, by_lag)[2]
-    params.lag_zero = lag_zero(tokens) if by_lag else 0
+    params.columns = packed_shape(heads, tokens, window)[2]
+    params.window = window
+    params.lag_zero = lag_zero(tokens, window) if window else 0
     params.dtype, params.device = DTYPE_CODES[like.dtype], like.get_device()
     params.capability, params.processors = device_facts(params.device)
     params.tensors = []  # copies among them live as long as their addresses
@@ -243,9 +326,11 @@ def params_of(
             tensor = rows(tensor)
             setattr(params, f"{name}_batch_stride", tensor.stride(0))
             setattr(params, f"{name}_token_stride", tensor.stride(1))
-        elif name in ("weight", "bias", "dweight"):
+        elif name in ("weight", "bias", "dweight", "dbias"):
             tensor = tensor.contiguous()
-            params.context, params.weight_dtype = tensor.shape[-1], DTYPE_CODES[tensor.dtype]
+            params.weight_dtype = DTYPE_CODES[tensor.dtype]
+            if not window or name.endswith("bias"):
+                params.context = tensor.shape[-1]
         setattr(params, name, tensor.data_ptr())
         params.tensors.append(tensor)
     return params
@@ -288,6 +373,7 @@ def kernels(index: int) -> ctypes.CDLL:
 
     library = ctypes.CDLL(str(build.library(torch.cuda.get_device_capability(index))))
     library.mixer_grad_weight_workspace.restype = ctypes.c_int64
+    library.mixer_short_conv_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p
     return library
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mixer.ops.cuda import rows
 from mixer.ops.keyed import AROUND, LARGEST_TILE, SHIFTS, Weights
 
 # Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
@@ -449,7 +450,7 @@ def forward(
     grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
     with torch.cuda.device_of(query):
         forward_kernel[grid](
-            *(*inputs, *pointers(weights), bias.contiguous(), y, level),
+            *(*inputs, *pointers(weights), whole(bias), y, level),
             *(*steps, *places(weights), bias.shape[1], tokens, options["KEYS"] ** -0.5),
             BY_LAG=weights.rest is not None,
             **options,
@@ -466,7 +467,7 @@ def grad_input(
     """
     inputs, steps = dense(query, key, value)
     (batch, tokens, _), heads = query.shape, len(bias)
-    dy = dy.contiguous()
+    dy = whole(dy)
     dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in inputs)))
     change, sums = (empty(query, level.shape, torch.float32) for _ in range(2))
     by_lag, scale = weights.rest is not None, (query.shape[-1] // heads) ** -0.5
@@ -474,7 +475,7 @@ def grad_input(
         options = options_for("grad_query", query, value, heads)
         grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
         grad_query_kernel[grid](
-            *(*inputs, *pointers(weights), bias.contiguous(), y, dy, level, change, sums, dqkv),
+            *(*inputs, *pointers(weights), whole(bias), y, dy, level, change, sums, dqkv),
             *(*steps, *places(weights), bias.shape[1], tokens, scale),
             BY_LAG=by_lag,
             **options,
@@ -501,7 +502,7 @@ def grad_weight(
     grid = (*(triton.cdiv(context, options[edge]) for edge in ("ROWS", "COLUMNS")), heads)
     with torch.cuda.device_of(query):
         grad_weight_kernel[grid](
-            *(*inputs, dy.contiguous(), level, dw),
+            *(*inputs, whole(dy), level, dw),
             *(*steps, batch, context, tokens, options["KEYS"] ** -0.5),
             **options,
         )
@@ -523,7 +524,7 @@ def grad_lags(
     dlags = empty(query, (shares, heads, context), torch.float32)
     with torch.cuda.device_of(query):
         grad_lags_kernel[shares, diagonals, heads](
-            *(*inputs, dy.contiguous(), level, partial),
+            *(*inputs, whole(dy), level, partial),
             *(*steps, batch, tokens, options["KEYS"] ** -0.5),
             **options,
         )
@@ -535,11 +536,22 @@ def grad_lags(
 
 
 def dense(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
-    """The tensors with the channels of a token side by side, and how far apart their texts, and the
-    tokens of a text, are.
+    """The tensors as kernels can read them, and how far apart their texts, and the tokens of a
+    text, are.
     """
-    found = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    return found, [stride for x in found for stride in x.stride()[:2]]
+    readable = [rows(x) for x in tensors]
+    return readable, [stride for x in readable for stride in x.stride()[:2]]
+
+
+def whole(x: Tensor) -> Tensor:
+    """x, or a copy, without gaps from a multiple of 16 bytes on. Compiled for other addresses, some
+    kernels give wrong numbers (Triton 3.6, H200).
+    """
+    return (
+        x
+        if x.is_contiguous() and x.data_ptr() % 16 == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ BACKENDS = ("auto", "cuda", "dense")
 # Panels of keyed mixing, at most, and their rows, at least. p panels compute (p + 1) / 2p of the
 # square, but thin ones run at a lower rate, and many take long to compile.
 PANELS, PANEL_ROWS = 8, 64
+FEW_LAGS = 16  # of which each is a product of its own
 EPSILON = 1e-6  # of the norm of queries and keys
 
 
@@ -75,20 +76,47 @@ def triangular_conv(
     and multiplied in full.
     """
     tokens = x.shape[1]
-    if weight is None:
-        lags, bias = for_tokens(tokens, lags, bias)
-        weight = toeplitz(lags, tokens)
-    heads, taps = weight.shape[:2]
-    mask = weight[..., :tokens, :tokens].tril().to(x.dtype)  # (heads, taps, tokens, tokens)
+    heads, taps = (weight if lags is None else lags).shape[:2]
     parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = by_each_head(mask[:, 0], seen_by_tap(parts, 0, taps))
-    for tap in range(1, taps):
-        y = y + by_each_head(mask[:, tap], seen_by_tap(parts, tap, taps))
+    y = None
+    for tap in range(taps):
+        inputs = seen_by_tap(parts, tap, taps)
+        if lags is None:
+            mask = weight[:, tap, :tokens, :tokens].tril().to(x.dtype)
+            mixed = by_each_head(mask, inputs)
+        else:
+            mixed = mix_by_lag(inputs, lags[:, tap].to(x.dtype))
+        y = mixed if y is None else y + mixed
     if bias is not None:
-        y = y + bias[:, None, :tokens, None].to(y.dtype)
+        y = y + for_positions(tokens, bias)[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
     y = y if residual is None else y + residual
     return y.contiguous()  # of one text or token, a transposed view may have come so far
+
+
+def mix_by_lag(parts: Tensor, lags: Tensor) -> Tensor:
+    """y[i] = sum over lags k of lags[h, k] * parts[i - k], for parts (heads, batch, tokens, width)
+    and lags (heads, window), in work and memory of tokens times window.
+    """
+    tokens, window = parts.shape[2], lags.shape[-1]
+    if window <= FEW_LAGS:
+        earlier = F.pad(parts, (0, 0, window - 1, 0))
+        y = torch.zeros_like(parts)
+        for lag in range(window):
+            shifted = earlier.narrow(2, window - 1 - lag, tokens)
+            y = y + lags[:, None, lag, None, None] * shifted
+        return y
+    # Of torch.export; a number of panels would fix the number of tokens.
+    if isinstance(tokens, torch.SymInt) or tokens <= 2 * window:
+        return by_each_head(toeplitz(for_tokens(tokens, lags), tokens), parts)
+    # Panels of `window` rows, of which all have the same weights: row r of a panel has lag k at
+    # column r + window - 1 - k.
+    columns = torch.arange(2 * window - 1, device=lags.device)
+    band = lags_at(lags, columns[:window, None] + window - 1 - columns)
+    padded = F.pad(parts, (0, 0, window - 1, -tokens % window))
+    panels = padded.unfold(2, 2 * window - 1, window)  # (heads, batch, panels, width, columns)
+    y = torch.einsum("hrc,hbpwc->hbprw", band, panels)
+    return y.flatten(2, 3)[:, :, :tokens]
 
 
 def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
@@ -192,7 +220,7 @@ def keyed_conv(
     tokens, (heads, context), found = query.shape[1], bias.shape, []
     if weight is None and tokens <= context:  # past it, a square would be larger than all else
         weight = weight_by_lag(lags, decay, tokens)
-    _, bias = for_tokens(tokens, bias, bias)
+    bias = for_positions(tokens, bias)
     query, key, value = (by_head(part, heads) for part in (query, key, value))
     positions = torch.arange(tokens, device=query.device)
     # Of torch.export; a loop over panels would fix the number of tokens.
@@ -202,11 +230,12 @@ def keyed_conv(
         end, first = min(start + height, tokens), max(0, start + 1 - context)
         part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         places = positions[None, start:end] - first
+        lag = lags_from(places, end - first)
         if weight is None:
-            rows = rows_by_lag(lags, decay, places, end - first)[0, :, 0]
+            rows = rows_by_lag(lags, decay, places, lag)[0, :, 0]
         else:
             rows = weight[:, 0, start:end, first:end].tril(start - first)
-        found.append(mix_keyed(*part, rows, bias[:, start:end], places, context))
+        found.append(mix_keyed(*part, rows, bias[:, start:end], places, lag, context))
     return torch.cat(found, 1)
 
 
@@ -217,6 +246,7 @@ def mix_keyed(
     rows: Tensor,
     bias: Tensor,
     positions: Tensor,
+    lag: Tensor,
     context: int,
 ) -> Tensor:
     """Keyed mixing of some tokens: how well each key matches a query, relative to the mean over the
@@ -224,15 +254,16 @@ def mix_keyed(
 
     Args:
         query: (batch, heads, new, size of a key).
-        key, value: (batch, heads, length, ...), of positions 0 to length - 1.
+        key, value: (batch, heads, length, ...).
         rows: (batch or 1, heads, new, length), zero for later tokens; bias (..., heads, new).
         positions: (batch or 1, new) int64, of the queries.
+        lag: (batch or 1, new, length) int64, how far before a query each key stands.
 
     Returns:
         (batch, new, channels), with matches in fp32 or wider.
     """
     products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
-    seen = window(positions, key.shape[2], context)
+    seen = is_seen(lag, positions, context)
     wide = torch.promote_types(products.dtype, torch.float32)
     scores = products.to(wide) * query.shape[-1] ** -0.5
     count = (positions[:, None, :, None] + 1).clamp(max=context)
@@ -243,31 +274,56 @@ def mix_keyed(
 
 
 def keyed_rows(
-    query: Tensor, memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor
+    query: Tensor, memory: Tensor, rows: Tensor, bias: Tensor, positions: Tensor, lag: Tensor
 ) -> Tensor:
-    """`mix_keyed` of a few new tokens, given the keys and values of all tokens so far side by side:
+    """`mix_keyed` of a few new tokens, given the keys and values of earlier tokens side by side:
     memory (batch, heads, length, size of a key + channels of a head). rows, bias and positions are
-    those of `mix_rows`.
+    those of `mix_rows`; lag (batch or 1, new, length) is how far back each column stands.
     """
     key, value = memory.split([query.shape[-1], memory.shape[-1] - query.shape[-1]], -1)
     own, context = at(positions, bias), bias.shape[-1]
-    return mix_keyed(query, key, value, rows[:, :, 0], own, positions, context)
+    return mix_keyed(query, key, value, rows[:, :, 0], own, positions, lag, context)
 
 
-def window(positions: Tensor, length: int, context: int) -> Tensor:
-    """Which of the first `length` tokens the tokens at positions (batch or 1, new) see: the last
-    `context` ones up to their own. (batch or 1, 1, new, length) bool.
+def lags_from(positions: Tensor, length: int) -> Tensor:
+    """How far before tokens at positions (batch or 1, new) the first `length` tokens stand: (batch
+    or 1, new, length), negative for later ones.
     """
-    place, own = torch.arange(length, device=positions.device), positions[:, None, :, None]
-    return (place <= own) & (place > own - context)
+    return positions[..., None] - torch.arange(length, device=positions.device)
 
 
-def write_rows(memory: Tensor, rows: Tensor, positions: Tensor) -> None:
-    """Writes rows (batch, heads, new, channels of a head) into the memory at positions (batch or 1,
-    new).
+def is_seen(lag: Tensor, positions: Tensor, context: int) -> Tensor:
+    """Which tokens, `lag` (batch or 1, new, length) before tokens at positions (batch or 1, new),
+    are among the last `context` up to these: (batch or 1, 1, new, length) bool.
+    """
+    farthest = positions.clamp(0, context - 1)[..., None]
+    return ((lag >= 0) & (lag <= farthest))[:, None]
+
+
+def write_rows(
+    memory: Tensor, rows: Tensor, columns: Tensor, is_token: Tensor | None = None
+) -> None:
+    """Writes rows (batch, heads, new, channels of a head) into columns (batch or 1, new) of the
+    memory, but for those that are no token.
     """
     texts = torch.arange(len(rows), device=rows.device)[:, None]
-    memory[texts, :, positions] = rows.transpose(1, 2)
+    rows = rows.transpose(1, 2)
+    if is_token is not None:
+        rows = torch.where(is_token[..., None, None], rows, memory[texts, :, columns])
+    memory[texts, :, columns] = rows
+
+
+def last_rows(rows: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """What a ring of so many columns holds after whole texts: rows (batch, heads, tokens, channels
+    of a head) at positions (batch or 1, tokens), -1 for padding, which stands behind the tokens.
+    Returns (batch, heads, at most `columns`, channels), zero where no token is.
+    """
+    last = positions.amax(1, keepdim=True)  # (batch or 1, 1)
+    column = torch.arange(min(columns, rows.shape[2]), device=rows.device)
+    position = last - (last - column) % columns  # the last one that has this column
+    source = position.clamp(min=0)[:, None, :, None]
+    there = rows.gather(2, source.expand(*rows.shape[:2], -1, rows.shape[3]))
+    return there.masked_fill((position < 0)[:, None, :, None], 0)
 
 
 def mix_row(
@@ -287,23 +343,25 @@ def mix_row(
 # ------------------------------------------------------------------------- weights by lag
 
 
-def for_tokens(tokens: int, lags: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Numbers by lag and by position, (..., context) each, extended to `tokens` tokens: further
-    lags are zero, further positions repeat the last number.
-    """
+def for_tokens(tokens: int, lags: Tensor) -> Tensor:
+    """Numbers by lag, (..., window), with zeros for further lags of `tokens` tokens."""
     more = tokens - lags.shape[-1]
+    return lags if more <= 0 else F.pad(lags, (0, more))
+
+
+def for_positions(tokens: int, numbers: Tensor) -> Tensor:
+    """Numbers by position, (..., context), for `tokens` tokens: later ones repeat the last."""
+    more = tokens - numbers.shape[-1]
     if more <= 0:
-        return lags, last
-    if last is not None:
-        last = torch.cat([last, last[..., -1:].expand(*last.shape[:-1], more)], -1)
-    return F.pad(lags, (0, more)), last
+        return numbers
+    return torch.cat([numbers, numbers[..., -1:].expand(*numbers.shape[:-1], more)], -1)
 
 
 def at(positions: Tensor, numbers: Tensor) -> Tensor:
-    """numbers (heads, context) at positions (batch or 1, new), past the context the last number:
-    (batch or 1, heads, new).
+    """numbers (heads, context) at positions (batch or 1, new), past the context the last number,
+    for padding the first: (batch or 1, heads, new).
     """
-    return numbers[:, positions.clamp(max=numbers.shape[-1] - 1)].transpose(0, 1)
+    return numbers[:, positions.clamp(0, numbers.shape[-1] - 1)].transpose(0, 1)
 
 
 def toeplitz(lags: Tensor, tokens: int) -> Tensor:
@@ -338,19 +396,21 @@ def weight_by_lag(lags: Tensor, decay: Tensor | None, tokens: int) -> Tensor:
     taps, tokens, tokens), zero above the diagonal. With decay, which keyed mixing has, a mean of
     the tokens so far is added, in which nearer ones count for more.
     """
-    weight = toeplitz(for_tokens(tokens, lags, None)[0], tokens)
+    weight = toeplitz(for_tokens(tokens, lags), tokens)
     if decay is None:
         return weight
-    by_lag, sums = for_tokens(tokens, *falling(decay, lags.shape[-1]))
-    return weight + (toeplitz(by_lag, tokens) / sums[:, :tokens, None])[:, None]
+    by_lag, sums = falling(decay, lags.shape[-1])
+    means = toeplitz(for_tokens(tokens, by_lag), tokens)
+    sums = for_positions(tokens, sums)[:, :tokens, None]
+    return weight + (means / sums)[:, None]
 
 
-def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, length: int) -> Tensor:
-    """Rows of a weight by lag, for `length` tokens: lags (heads, taps, context), decay (heads,) and
-    positions (batch or 1, new) -> (batch or 1, heads, taps, new, length), zero for later tokens.
+def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, lag: Tensor) -> Tensor:
+    """Rows of a weight by lag: lags (heads, taps, window), decay (heads,), positions (batch or 1,
+    new), and how far back each token stands, lag (batch or 1, new, length) -> (batch or 1, heads,
+    taps, new, length), zero for tokens that a row does not reach or that are not there.
     """
-    # (batch or 1, new, length)
-    lag = positions[..., None] - torch.arange(length, device=lags.device)
+    lag = lag.where(lag <= positions[..., None], -1)
     rows = lags_at(lags, lag)  # (heads, taps, batch or 1, new, length)
     if decay is not None:
         by_lag, sums = falling(decay, lags.shape[-1])

@@ -39,17 +39,18 @@ def triangular_conv(
     flat mixer.
 
     A weight may have one number per distance of two tokens instead of one per pair:
-    weight[h, t, i, j] = lags[h, t, i - j]. Pass it as `lags` instead of `weight`. Our kernels then
-    never store a context x context tensor.
+    weight[h, t, i, j] = lags[h, t, i - j], zero for further lags. Pass it as `lags` instead of
+    `weight`. Work and memory then grow with the tokens times the lags.
 
     Args:
         x: (batch, tokens, channels) of any strides, in one of DTYPES: bf16, fp16, fp32 or fp64.
             tokens <= context; a shorter input uses the weight's top-left corner. With lags there
-            may be more tokens: each then mixes the last `context` tokens, with the last bias.
+            may be any number of tokens: each mixes the last `window` ones.
         weight: (heads, kernel_size, context, context), output first; x's dtype or fp32. The
             strictly upper triangle is never read, and its gradient is exactly zero.
-        lags: (heads, kernel_size, context), x's dtype or fp32; instead of weight.
-        bias: (heads, context) in the weight's (or the lags') dtype, or None.
+        lags: (heads, kernel_size, window), x's dtype or fp32; instead of weight.
+        bias: (heads, context) in the weight's (or the lags') dtype, or None. With lags, it may have
+            any number of tokens, of which later ones repeat the last: (heads, 1) is a bias a head.
         residual: as x, or None.
         backend: "cuda" (our kernels: bf16 and fp16), "dense" (the masked-weight matmul in plain
             PyTorch), or "auto": cuda where it can run, else dense.
@@ -67,7 +68,7 @@ def triangular_conv(
 
     Second derivatives and torch.func's transforms need "dense". In the kernels, a non-finite value
     of x may spread to other tokens of the same block of 64, as it does in a dense product, but
-    never further.
+    never to earlier blocks; with lags, also to later tokens than its window reaches.
     """
     parts = {"weight": weight, "lags": lags, "bias": bias, "residual": residual}
     parts = {"x": x} | {name: part for name, part in parts.items() if part is not None}
@@ -77,8 +78,6 @@ def triangular_conv(
     _check(x, weight, lags, bias, residual, backend)
     given = weight if lags is None else lags
     if kernels_take(backend, x, given.shape[0]):
-        if weight is None:
-            given, bias = plain.for_tokens(x.shape[1], lags, bias)
         return cuda.triangular_conv(x, given, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
@@ -92,19 +91,22 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
         and given.dim() == (4 if lags is None else 3)
         and (heads := given.shape[0]) > 0
         and given.shape[1] > 0  # taps
-        and (context := given.shape[-1]) == given.shape[2]
-        and 1 <= x.shape[1] <= (context if lags is None else x.shape[1])
+        and (last := given.shape[-1]) > 0
+        and (lags is not None or given.shape[2] == last and x.shape[1] <= last)
+        and x.shape[1] > 0
         and x.shape[2] > 0
         and x.shape[2] % heads == 0
         and given.dtype in (x.dtype, torch.float32)
-        and (bias is None or bias.shape == (heads, context) and bias.dtype == given.dtype)
+        and (bias is None or bias.dim() == 2 and bias.dtype == given.dtype)
+        and (bias is None or bias.shape == (heads, last) or lags is not None)
+        and (bias is None or bias.shape[0] == heads and bias.shape[1] > 0)
         and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
     )
     allowed = (
         "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
         "heads; either weight (heads, kernel_size, context, context) with context >= tokens, or "
-        "lags (heads, kernel_size, context), of x's dtype or float32; bias (heads, context) of "
-        "their dtype or None; residual as x or None"
+        "lags (heads, kernel_size, window), of x's dtype or float32; bias (heads, context), with "
+        "lags (heads, any number), of their dtype or None; residual as x or None"
     )
     tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
     require(fits, backend, "triangular_conv", allowed, **tensors)
@@ -254,6 +256,7 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
         and bias.shape == (heads, context)
         and positions.shape in ((1, 1), (batch, 1))
         and memory.stride()[2:] == (width, 1)
+        and memory.data_ptr() % 16 == 0
         and width * x.element_size() % 16 == 0
         and on_one_device(positions, *read)
     )

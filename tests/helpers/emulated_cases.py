@@ -21,6 +21,7 @@ from mixer.ops import cuda
 OPERATIONS = ["forward", "grad_input", "grad_weight"]
 TOKENS = [1, 7, 63, 64, 65, 127, 128, 130, 192, 200, 256, 257, 300, 320, 384, 450, 512, 513, 577]
 TOKENS += [640, 1000, 1100]  # near sizes where plans, tiles, blocks and boxes change
+WINDOWS = [1, 2, 17, 63, 64, 65, 66, 100, 128, 129, 200, 256, 300]  # near sizes of tiles
 WIDTHS = [8, 40, 64, 72, 128, 136, 256]
 MOST_WORK = 4e6  # above that a case takes seconds
 
@@ -50,29 +51,31 @@ def check(operation: str, tokens: int, dtypes: list[torch.dtype], processors: li
         if batch == heads == 1:
             width = min(width, 72)
             break
-    dtype, by_lag = random.choice(dtypes), random.random() < 0.5
+    dtype = random.choice(dtypes)
     wide = random.choice([torch.float32, dtype])  # the weight's type
     context = tokens + random.choice([0, 0, random.randrange(300)])
+    window = random.choice([0, 0, context, random.choice(WINDOWS)])  # 0: a full weight
     facts["processors"] = random.choice(processors)
-    print(operation, f"{tokens=} {heads=} {width=} {batch=} {dtype=} {by_lag=} {wide=} {context=}")
+    print(operation, f"{tokens=} {heads=} {width=} {batch=} {dtype=} {window=} {wide=} {context=}")
     x, dy = (activations(batch, tokens, heads * width, dtype) for _ in range(2))
     if operation == "grad_weight":
-        with_bias = facts["capability"] == 90 and not by_lag and random.random() < 0.5
-        options = (context, heads, with_bias, by_lag)
+        with_bias = facts["capability"] == 90 and not window and random.random() < 0.5
+        options = (context, heads, with_bias, window)
         results = cuda.grad_weight(dy, x, *options)
         compare(results, plain_kernels.grad_weight(dy.double(), x.double(), *options))
         return
-    weight = numbers(heads, *([context] if by_lag else [context, context]), dtype=wide)
+    shape = [window] if window else [context, context]
+    weight = numbers(heads, *shape, dtype=wide)
     packed = plain_kernels.pack(weight, tokens, dtype)
     if operation == "grad_input":
-        results = cuda.grad_input(dy, packed, by_lag)
-        compare([results], [plain_kernels.grad_input(dy.double(), packed.double(), by_lag)])
+        results = cuda.grad_input(dy, packed, window)
+        compare([results], [plain_kernels.grad_input(dy.double(), packed.double(), window)])
         return
     bias = random.choice([None, numbers(heads, context, dtype=wide)])
     residual = random.choice([None, activations(batch, tokens, heads * width, dtype)])
     given = (None if tensor is None else tensor.double() for tensor in (bias, residual))
-    results = cuda.forward(x, packed, bias, residual, by_lag)
-    compare([results], [plain_kernels.forward(x.double(), packed.double(), *given, by_lag)])
+    results = cuda.forward(x, packed, bias, residual, window)
+    compare([results], [plain_kernels.forward(x.double(), packed.double(), *given, window)])
 
 
 def compare(results: list[Tensor], wanted: list[Tensor]) -> None:

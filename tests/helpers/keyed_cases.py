@@ -38,6 +38,7 @@ class Case:
     dtype: torch.dtype
     wide_weight: bool  # in float32
     form: str  # of FORMS
+    offset: int = 0  # at which a token's channels begin, in numbers: 1 is no multiple of 16 bytes
 
 
 def drawn(
@@ -54,6 +55,7 @@ def drawn(
         dtype=rng.choice(dtypes),
         wide_weight=rng.random() < 0.5,
         form=rng.choice(FORMS),
+        offset=rng.choice([0, 0, 1, 8]),
     )
 
 
@@ -68,10 +70,10 @@ def check(case: Case, device: str) -> None:
     torch.manual_seed(case.context)
     keys, values = case.heads * case.key, case.heads * case.value
     # As from one projection, of a longer text whose end is not given.
-    shape = (case.batch, case.tokens + 2, 2 * keys + values)
+    shape = (case.batch, case.tokens + 2, case.offset + 2 * keys + values)
     projected = torch.randn(shape, device=device).to(case.dtype)
     projected[:, case.tokens :] = torch.nan
-    projected = guarded(projected, torch.nan)[:, : case.tokens].requires_grad_()
+    projected = guarded(projected, torch.nan)[:, : case.tokens, case.offset :].requires_grad_()
     wide = torch.float32 if case.wide_weight else case.dtype
     # The weight's rounding to the type is of both sides.
     lags = case.form != "full"

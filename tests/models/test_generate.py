@@ -109,6 +109,41 @@ def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
 
 
+OF_ANY_LENGTH = ["lags", "window", "keyed-lags", "keyed-parts", "keyed-attention-window"]
+
+
+@pytest.mark.parametrize("mixing", OF_ANY_LENGTH)
+@torch.no_grad()
+def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
+    """Texts of several rings' length: a token at a time, some or many at once, padded or not, and
+    with tokens that are taken back.
+    """
+    monkeypatch.setattr("mixer.models.masked_mixer.cache.SPARE", 3)
+    model, ids = lively_model(**MIXINGS[mixing]).double(), tokens(batch=2, length=90)
+    expected = model(ids).logits
+    for static in (False, True):
+        cache = MixingCache(model.config, static)
+        for start, end in ((0, 40), (40, 41), (41, 44), (44, 70), (70, 71), (71, 90)):
+            logits = model(ids[:, start:end], past_key_values=cache).logits
+            torch.testing.assert_close(logits, expected[:, start:end])
+            if start == 44:
+                model(ids[:, :3].flip(1), past_key_values=cache)
+                cache.crop(-3)
+        largest = max(kept.shape[2] for kept in cache.kept.values())
+        assert largest <= model.config.max_position_embeddings + model.config.suffix_match + 3
+        with pytest.raises(ValueError, match="last 4 of 90 tokens .* allowed: 3"):
+            cache.crop(-4)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = mask[0, 45:60] = mask[0, 75] = 0
+    cache = MixingCache(model.config)
+    alone = model(ids[:1, mask[0].bool()]).logits
+    for start, end in ((0, 44), (44, 75), (75, 77), (77, 90)):
+        part = ids[:, start:end]
+        logits = model(part, attention_mask=mask[:, :end], past_key_values=cache).logits
+        torch.testing.assert_close(logits[1:], expected[1:, start:end])
+    torch.testing.assert_close(logits[:1], alone[:, -13:])
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @torch.no_grad()
 def test_a_cache_serves_other_texts_after_a_reset_and_a_copy_goes_on_alone(static):

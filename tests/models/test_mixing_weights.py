@@ -132,7 +132,7 @@ def test_by_lag_a_token_mixes_the_last_context_tokens_of_a_text_of_any_length(ki
     for how in ({}, {"cache_implementation": "static"}):
         written = generate(model, ids, 20, **how)
         assert torch.equal(written, generate(model, ids, 20, use_cache=False))
-    cache = MixingCache(model.config, static=True)
+    cache = MixingCache(model.config, static=True, room=12)
     with pytest.raises(ValueError, match="30 tokens; allowed: .* 12, .* a larger MixingCache"):
         model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="the input has 30 tokens; allowed: .* at most 12, "):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from keyed_cases import check, drawn
+from keyed_cases import Case, check, drawn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.convolution import KeyedConv
@@ -24,6 +24,13 @@ def test_random_cases_are_right(seed):
     sizes = (case.key, case.value, case.context)
     assert keyed.kernels_serve(torch.device("cuda", 0), case.dtype, *sizes)
     check(case, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [65, 256, 257, 700])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_queries_keys_and_values_may_begin_anywhere(tokens, dtype):
+    sizes = {"batch": 2, "heads": 2, "key": 32, "value": 16, "tokens": tokens, "context": tokens}
+    check(Case(**sizes, dtype=dtype, wide_weight=True, form="lags", offset=1), "cuda")
 
 
 @pytest.mark.parametrize("tokens", [512, 200])

@@ -65,17 +65,18 @@ def convolve(backend):
 
 def definition(x, weight, bias, residual):
     """PyTorch's own Conv1d for each head, its (out, in, taps) weight masked lower-triangular;
-    inputs padded to the context. Beyond it, lags are zero and biases the last one.
+    inputs padded to the context. Further lags are zero, further biases the last one.
     """
+    tokens = x.shape[1]
     heads, taps, context = weight.shape[:3]
     if weight.dim() == 3:
-        more = max(0, x.shape[1] - context)
-        weight, context = nn.functional.pad(weight, (0, more)), context + more
+        context = max(context, tokens)
+        weight = nn.functional.pad(weight, (0, context - weight.shape[2]))
         if bias is not None:
-            bias = torch.cat([bias, bias[:, -1:].expand(-1, more)], 1)
+            last = bias[:, -1:].expand(-1, max(0, context - bias.shape[1]))
+            bias = torch.cat([bias, last], 1)[:, :context]
         lag = torch.arange(context)[:, None] - torch.arange(context)
         weight = weight[..., lag.clamp(min=0)]
-    tokens = x.shape[1]
     padded = nn.functional.pad(x, (0, 0, 0, context - tokens))
     parts = []
     for head, part in enumerate(padded.chunk(heads, dim=-1)):
@@ -155,14 +156,47 @@ def test_derivatives_that_the_kernels_do_not_have_are_refused_and_never_left_out
 @pytest.mark.parametrize("by_lag", [False, True], ids=["weight", "lags"])
 def test_opcheck_of_the_operators(by_lag):
     x, weight, bias, residual = make(9, 12, 6, 2, 2, 1, torch.float32, by_lag=by_lag)
-    weight = weight.detach().squeeze(1).requires_grad_()
+    weight, window = weight.detach().squeeze(1).requires_grad_(), 12 * by_lag
     for extra in ((bias, residual), (None, None)):
         torch.library.opcheck(torch.ops.mixer.triangular_conv.default, (x, weight, *extra))
     packed = cuda.one_tap(x, weight, bias, residual)[1].detach()
     dy = torch.randn_like(x)
-    torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_input.default, (dy, packed, by_lag))
-    arguments = (dy, x.detach(), 12, 2, True, by_lag)
+    torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_input.default, (dy, packed, window))
+    arguments = (dy, x.detach(), 12, 2, True, window)
     torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_weight.default, arguments)
+
+
+WINDOWS = [  # tokens, window, numbers of a head's bias, taps: short windows and longer ones
+    (1, 4, 1, 1),
+    (70, 1, 70, 3),
+    (70, 4, 1, 1),
+    (300, 16, 1, 3),
+    (300, 17, 1, 1),
+    (70, 40, 20, 1),
+    (500, 100, 7, 3),
+]
+
+
+@pytest.mark.parametrize("backend", ["dense", "cuda"])
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_a_window_ends_where_its_lags_end(backend, case):
+    tokens, window, biases, taps = case
+    x, lags, _, residual = make(tokens, window, 24, 3, 2, taps, by_lag=True)
+    bias = torch.randn(2, biases, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn_like(x)
+    arguments = (x, lags, bias, residual)
+    expected = gradients(definition, arguments, dy)
+    torch.testing.assert_close(gradients(convolve(backend), arguments, dy), expected)
+
+
+def test_opcheck_of_the_operators_of_short_windows():
+    x, lags, _, residual = make(9, 4, 6, 2, 2, 1, torch.float32, by_lag=True)
+    lags = lags.detach().squeeze(1).requires_grad_()
+    bias = torch.randn(2, 1, requires_grad=True)
+    for extra in ((bias, residual), (None, None)):
+        torch.library.opcheck(torch.ops.mixer.short_conv.default, (x, lags, *extra))
+    arguments = (torch.randn_like(x), x.detach(), lags.detach(), 1)
+    torch.library.opcheck(torch.ops.mixer.short_conv_gradients.default, arguments)
 
 
 @pytest.mark.parametrize("backend", ["dense", "cuda"])
@@ -287,7 +321,8 @@ def arguments(draw) -> tuple:
     by_lag = draw(st.booleans())
     square = (heads, taps, context) if by_lag else (heads, taps, context, context)
     weight = draw(tensors(square, weight_type))
-    bias = draw(st.none() | tensors((heads, context), weight_type))
+    biases = draw(st.integers(1, 12)) if by_lag else context
+    bias = draw(st.none() | tensors((heads, biases), weight_type))
     residual = draw(st.none() | tensors(shape, dtype))
     backend = draw(st.sampled_from((*BACKENDS, *BACKENDS, "triton")))
     return x, weight, bias, residual, backend, "lags" if by_lag else "weight"
@@ -296,7 +331,7 @@ def arguments(draw) -> tuple:
 def fits(x, weight, bias, residual, backend, kind) -> bool:
     """Whether the operator's documentation allows these arguments."""
     dimensions = 3 if kind == "lags" else 4
-    if x.dim() != 3 or weight.dim() != dimensions or 0 in weight.shape[:2]:
+    if x.dim() != 3 or weight.dim() != dimensions or 0 in weight.shape:
         return False
     (heads, _, *square), (_, tokens, channels) = weight.shape, x.shape
     given = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
@@ -308,7 +343,9 @@ def fits(x, weight, bias, residual, backend, kind) -> bool:
         and channels % heads == 0
         and x.dtype in DTYPES
         and weight.dtype in (x.dtype, torch.float32)
-        and (bias is None or (bias.shape, bias.dtype) == ((heads, square[0]), weight.dtype))
+        and (bias is None or (bias.dim(), bias.dtype) == (2, weight.dtype))
+        and (bias is None or bias.shape[0] == heads and bias.shape[1] > 0)
+        and (bias is None or kind == "lags" or bias.shape[1] == square[0])
         and (residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype))
         and len({tensor.device for tensor in given}) == 1
     )

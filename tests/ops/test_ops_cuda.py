@@ -19,6 +19,7 @@ BATCH = [1, 3, 32]
 HEADS = [1, 2, 4, 8]
 TAPS = [1, 1, 3]
 KINDS = ["weight", "lags"]
+WINDOWS = [None, 4, 16, 17, 64, 128, 300]  # None: as many lags as the context has tokens
 DTYPES = [torch.float16, torch.bfloat16]
 NAMES = ("y", "dx", "dweight", "dbias", "dresidual")
 # The compute capabilities that kernels are written for, and the types that they take.
@@ -49,6 +50,8 @@ def covering_cases() -> list[dict]:
                 strided=index // 3 % 2 == 0,
                 wide_weight=index // 6 % 2 == 0,
                 by_lag=index // 5 % 2 == 0,
+                window=WINDOWS[index % 7] if index // 5 % 2 == 0 else None,
+                bias_a_head=index // 9 % 2 == 0 and index // 5 % 2 == 0,
             )
         )
     return cases
@@ -99,12 +102,14 @@ def make(
     strided=False,
     wide_weight=True,
     by_lag=False,
+    window=None,
+    bias_a_head=False,
     integers=False,
     device="cuda",
     seed=0,
 ):
     """(x, weight, bias, residual, dy); the weight, or the lags in its place, are fp32 if
-    `wide_weight`, scaled so that y stays near 1.
+    `wide_weight`, scaled so that y stays near 1. `bias_a_head`: by lag, one for all tokens.
     """
     generator = torch.Generator(device).manual_seed(seed)
     context = tokens + extra
@@ -122,11 +127,12 @@ def make(
         return wide.transpose(0, 1)[..., 1:-2]
 
     parameter_dtype = torch.float32 if wide_weight else dtype
-    scale = 1.0 if integers else (tokens * taps) ** -0.5
-    square = (context,) if by_lag else (context, context)
+    scale = 1.0 if integers else (min(tokens, window or tokens) * taps) ** -0.5
+    square = (window or context,) if by_lag else (context, context)
     weight = (draw(heads, taps, *square) * scale).to(parameter_dtype)
     shape = (batch, tokens, channels)
-    bias = draw(heads, context).to(parameter_dtype) if with_bias else None
+    biases = 1 if bias_a_head else context
+    bias = draw(heads, biases).to(parameter_dtype) if with_bias else None
     return rows(*shape), weight, bias, rows(*shape) if with_residual else None, rows(*shape)
 
 
@@ -224,8 +230,8 @@ def test_empty_batch_gives_zero_gradients():
         == cuda.grad_input(empty, packed).shape
         == (0, 5, 8)
     )
-    for by_lag in (False, True):
-        dweight, dbias = cuda.grad_weight(empty, empty, 6, 2, True, by_lag)
+    for window in (0, 6):
+        dweight, dbias = cuda.grad_weight(empty, empty, 6, 2, True, window)
         assert (dweight == 0).all() and (dbias == 0).all()
 
 
@@ -248,18 +254,19 @@ def test_causal_bit_for_bit(kernels, by_lag, cut, pretend):
     # what is finite stays apart.
     pretend(kernels)
     x, weight, bias, residual, dy = make_one_tap(200, 96, 2, 2, torch.float16, by_lag=by_lag)
+    window = cuda.window_of(weight)
     packed = cuda.pack(weight, 200, x.dtype)
-    y, dx = cuda.forward(x, packed, bias, residual, by_lag), cuda.grad_input(dy, packed, by_lag)
+    y, dx = cuda.forward(x, packed, bias, residual, window), cuda.grad_input(dy, packed, window)
     for stranger in (3.0, -6e4):
         later, earlier = x.clone(), dy.clone()
         later[:, cut:] = stranger
         earlier[:, :cut] = stranger
-        y_changed = cuda.forward(later, packed, bias, residual, by_lag)
+        y_changed = cuda.forward(later, packed, bias, residual, window)
         assert torch.equal(y_changed[:, :cut], y[:, :cut])
-        assert torch.equal(cuda.grad_input(earlier, packed, by_lag)[:, cut:], dx[:, cut:])
+        assert torch.equal(cuda.grad_input(earlier, packed, window)[:, cut:], dx[:, cut:])
     # A shorter input gives the same bits as the start of a longer one.
     packed = cuda.pack(weight, cut, x.dtype)
-    short = cuda.forward(x[:, :cut], packed, bias, residual[:, :cut], by_lag)
+    short = cuda.forward(x[:, :cut], packed, bias, residual[:, :cut], window)
     assert torch.equal(short, y[:, :cut])
 
 
@@ -295,6 +302,27 @@ def test_a_row_that_is_nan_stays_in_its_row(kernels, pretend):
 # ------------------------------------------------------------------------- inside torch
 
 
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("window", [4, 16, 17, 128])
+def test_windows_are_causal_and_end_bit_for_bit(kernels, window, pretend):
+    """Blocks of tokens further apart than the window never meet, whatever stands there."""
+    pretend(kernels)
+    x, lags, bias, residual, dy = make(1100, 96, 2, 2, 1, torch.float16, by_lag=True, window=window)
+    y, dx, *_ = gradients(kernel_conv, x, lags, bias, residual, dy)
+    for cut in (1, 63, 64, 500, 1099):
+        later, earlier = x.clone(), dy.clone()
+        later[:, cut:] = -6e4
+        earlier[:, :cut] = -6e4
+        y_changed, dx_changed, *_ = gradients(kernel_conv, later, lags, bias, residual, earlier)
+        assert torch.equal(y_changed[:, :cut], y[:, :cut])
+        assert torch.equal(dx_changed[:, cut:], dx[:, cut:])
+        if cut + window - 1 < 1100:
+            before = x.clone()
+            before[:, :cut] = 3.0
+            y_changed = kernel_conv(before, lags, bias, residual)
+            assert torch.equal(y_changed[:, cut + window - 1 :], y[:, cut + window - 1 :])
+
+
 @pytest.mark.parametrize("by_lag", [False, True], ids=KINDS)
 def test_cuda_graphs_of_compiled_code_have_the_same_bits(by_lag):
     inputs = make(208, 96, 2, 2, 1, torch.float16, by_lag=by_lag)
@@ -314,13 +342,14 @@ def test_cuda_graphs_of_compiled_code_have_the_same_bits(by_lag):
 def test_graph_replay_computes_anew(kernels, by_lag, pretend):
     pretend(kernels)
     x, weight, bias, residual, dy = make_one_tap(1000, 96, 2, 2, torch.float16, by_lag=by_lag)
+    window = cuda.window_of(weight)
 
     def step():
         packed = cuda.pack(weight, 1000, torch.float16)
         return (
-            cuda.forward(x, packed, bias, residual, by_lag),
-            cuda.grad_input(dy, packed, by_lag),
-            *cuda.grad_weight(dy, x, 1000, 2, True, by_lag),
+            cuda.forward(x, packed, bias, residual, window),
+            cuda.grad_input(dy, packed, window),
+            *cuda.grad_weight(dy, x, 1000, 2, True, window),
         )
 
     graph = torch.cuda.CUDAGraph()

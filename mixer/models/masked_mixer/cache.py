@@ -8,40 +8,48 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from mixer.ops.plain import write_rows
+from mixer.ops.plain import last_rows, write_rows
 
 from .configuration import RECURRENT
 
 Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
 Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
+# Columns of a ring beside those that a token reads: so many tokens can be read at once, or dropped.
+SPARE = 64
 # The streams of deleted graphs, to be used again: torch keeps a cuBLAS workspace for each stream
 # that had a product. Newer versions free it with any of the stream's graphs, so a stream has one.
 FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class MixingCache(Cache):
-    """What each convolution keeps of a text, by place: its inputs or their sum. Pass the cache to
-    `forward` as past_key_values. `length` counts columns of the batch including padding, as
-    transformers does; `positions` (batch or 1, new) int64 are those of the new tokens.
+    """What each convolution keeps of a text, by place: its last inputs or their sum. Pass the cache
+    to `forward` as past_key_values. `length` counts columns of the batch including padding, as
+    transformers does; `positions` (batch or 1, new) int64 are those of the new tokens, -1 for
+    padding, of which there is some if `has_padding`.
+
+    Inputs are kept in a ring: the token at position p in column p % columns. There are as many
+    columns as a token reads, and SPARE, so memory and time of a token do not grow with the text.
 
     static: shapes do not change between decoding steps. On one GPU, the first step is captured as a
     CUDA graph and replayed for later steps, even after `reset()`, until the parameters move or the
     batch size changes. Module hooks do not run in the graph. After adding or merging an adapter, or
     replacing parameters by load_state_dict with assign=True, create a new cache.
 
-    room: columns to allocate, by default the context. A cache that is not static grows on demand.
+    room: the most tokens of a text, for less memory where that is less than a token reads; by
+    default there is no such limit.
     """
 
     def __init__(self, config, static: bool = False, room: int = 0):
         super().__init__(layers=[])
         self.config, self.static, self.length = config, static, 0
-        self.room = room or config.max_position_embeddings
+        self.room = room or math.inf
+        self.longest = 0  # length that this text has had, before tokens were dropped
         self.kept: dict[Place, Tensor] = {}
         self.positions: Tensor | None = None
+        self.has_padding = False
         self.captured: CapturedStep | None = None
 
     @property
@@ -50,8 +58,8 @@ class MixingCache(Cache):
 
     @property
     def longest_text(self) -> float:
-        """The most columns that the cache can hold."""
-        return self.room if self.static and self.is_croppable else math.inf
+        """The most tokens that the cache takes."""
+        return self.room if self.is_croppable else math.inf
 
     def memory(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor kept at a place: zeros for a new text, or what an earlier text left."""
@@ -60,31 +68,73 @@ class MixingCache(Cache):
             self.kept[place] = x.new_zeros(shape, dtype=dtype)
         return self.kept[place]
 
-    def append(self, place: Place, new: Tensor) -> Tensor:
-        """Keeps inputs (batch, heads, new, channels of a head); returns all so far (`extended`)."""
+    def append(self, place: Place, new: Tensor, reach: int) -> Tensor:
+        """Keeps inputs (batch, heads, new, channels of a head) of which a token reads the last
+        `reach`; returns the columns so far (`extended`).
+        """
         batch, heads, tokens, channels = new.shape
-        self.room = max(self.room, self.length + tokens)
-        kept = self.memory(place, (batch, heads, self.room, channels), new, new.dtype)
-        if kept.shape[2] < self.room:  # twice as much, so that this is rare
-            self.kept[place] = F.pad(kept, (0, 0, 0, self.room))
-        inputs = self.extended(place, tokens)
-        write_rows(inputs, new, self.positions)
-        return inputs
+        columns = min(reach + SPARE, self.room, self.config.longest_text)
+        kept = self.memory(place, (batch, heads, columns, channels), new, new.dtype)
+        if self.is_empty:
+            inputs = kept[:, :, :tokens]
+            inputs.copy_(last_rows(new, self.positions, columns))
+        else:
+            # Each has a column of its own, padding too, which is not written.
+            following = self.positions[:, :1] + torch.arange(tokens, device=new.device)
+            is_token = self.positions >= 0 if self.has_padding else None
+            write_rows(kept, new, following % columns, is_token)
+        return self.extended(place, tokens)
 
     def extended(self, place: Place, new: int) -> Tensor:
-        """The inputs of all tokens so far, and `new` more for the caller to write: (batch, heads,
-        length, channels of a head), where length is all the room if the cache is static.
+        """The columns of the tokens so far, and of `new` more: (batch, heads, columns, channels of
+        a head); all columns if the cache is static.
         """
         kept = self.kept[place]
         return kept if self.static else kept[:, :, : self.length + new]
 
+    def lags(self, place: Place, inputs: Tensor) -> Tensor:
+        """How far before each new token the token of a column stands, of inputs that `extended` has
+        returned: (batch or 1, new, columns) int64. More than the new token's position if the column
+        has no token of this text.
+        """
+        column = torch.arange(inputs.shape[2], device=inputs.device)
+        return (self.positions.clamp(min=0)[..., None] - column) % self.kept[place].shape[2]
+
+    def in_order(self, place: Place, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs that `append` has returned, from the earliest token that has a column on, and that
+        token's position: (batch, heads, columns, channels of a head), (batch or 1, 1).
+        """
+        columns = self.kept[place].shape[2]
+        last = self.positions.amax(1, keepdim=True)
+        first = (last + 1 - columns).clamp(min=0)
+        column = torch.arange(inputs.shape[2], device=inputs.device)
+        source = ((first + column) % columns)[:, None, :, None]
+        return inputs.gather(2, source.expand_as(inputs)), first
+
     def run(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
-        """blocks(input_ids, self, states), from a CUDA graph where that is possible."""
+        """blocks(input_ids, self, states), from a CUDA graph where that is possible. More tokens
+        than a ring has columns to spare are read in parts.
+        """
+        if self.is_empty or input_ids.shape[1] <= SPARE:
+            return self._run_part(blocks, input_ids, states)
+        outputs, states_of_parts = [], []
+        parts = zip(input_ids.split(SPARE, 1), self.positions.split(SPARE, 1), strict=True)
+        for ids, self.positions in parts:
+            states_of_parts.append(None if states is None else [])
+            outputs.append(self._run_part(blocks, ids, states_of_parts[-1]))
+        if states is not None:
+            states += [
+                torch.cat(same_block, 1) for same_block in zip(*states_of_parts, strict=True)
+            ]
+        return torch.cat(outputs, 1)
+
+    def _run_part(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
         if self.static and not self.is_empty and states is None and can_capture(input_ids):
             x = self._captured(blocks, input_ids)
         else:
             x = blocks(input_ids, self, states)
         self.length += input_ids.shape[1]
+        self.longest = max(self.longest, self.length)
         return x
 
     def _captured(self, blocks: Blocks, input_ids: Tensor) -> Tensor:
@@ -96,7 +146,7 @@ class MixingCache(Cache):
         return self.captured.first
 
     def reset(self) -> None:
-        self.length = 0
+        self.length = self.longest = 0
         for kept in self.kept.values():
             kept.zero_()
 
@@ -111,8 +161,16 @@ class MixingCache(Cache):
                 "a recurrent mixing weight keeps a sum, which cannot forget tokens: leave out "
                 "prompt lookup and assistants"
             )
-        kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
-        self.length = min(kept, self.length)
+        remaining = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+        columns = min((kept.shape[2] for kept in self.kept.values()), default=math.inf)
+        if self.longest > columns and self.longest - remaining > SPARE:
+            dropped = self.longest - remaining
+            raise ValueError(
+                f"the last {dropped} of {self.longest} tokens were to be dropped; allowed: {SPARE} "
+                "at most, because more have overwritten what the others need: call reset() and "
+                "give the text anew"
+            )
+        self.length = min(remaining, self.length)
 
     @property
     def batch(self) -> int:

@@ -40,6 +40,14 @@ FASTEST = 0.1  # the largest decay of a recurrence; over context / SPAN tokens i
 SPAN = 512
 
 
+def pairs_of(tokens: int, window: int) -> int:
+    """How many pairs of tokens there are of which one reads the other, as it stands among the last
+    `window` up to its own.
+    """
+    window = min(tokens, window)
+    return window * tokens - window * (window - 1) // 2
+
+
 class TriangularConv(nn.Module):
     """y[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], in each head on its own channels, as
     `mixer.ops.triangular_conv` defines it. With several taps, weight[i, j] is a convolution over
@@ -58,14 +66,19 @@ class TriangularConv(nn.Module):
         self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
         self.context, self.channels = config.max_position_embeddings, config.hidden_size
         self.config, self.backend = config, config.mixing_backend
+        self.window = self.context  # how many of the last tokens a token mixes
         self.make_weight()
-        self.bias = nn.Parameter(torch.empty(self.heads, self.context))
+        self.bias = nn.Parameter(torch.empty(self.heads, self.biases()))
         self._draw()
 
     def make_weight(self) -> None:
         """Creates the parameters that `mixing_weight` is computed from, with any values."""
         square = (self.heads, self.taps, self.context, self.context)
         self.weight = nn.Parameter(torch.empty(square))
+
+    def biases(self) -> int:
+        """How many numbers of bias a head has; later tokens have the last."""
+        return self.context
 
     def mixing_weight(self) -> Tensor:
         """(heads, taps, context, context), output first; the strict upper triangle is not read."""
@@ -80,8 +93,10 @@ class TriangularConv(nn.Module):
         """The weight as the operators take it: `weight`, or None and `lags`, maybe with `decay`."""
         return {"weight": self.mixing_weight()}
 
-    def rows(self, positions: Tensor, inputs: Tensor) -> Tensor:
-        """The weight's rows that `mix_rows` and `keyed_rows` need."""
+    def rows(self, positions: Tensor, lag: Tensor, inputs: Tensor) -> Tensor:
+        """The weight's rows that `mix_rows` and `keyed_rows` need, of tokens at positions, with
+        inputs that stand `lag` (batch or 1, new, columns) before them.
+        """
         return rows_at(positions, self.mixing_weight(), inputs)
 
     def kind_of(self, name: str) -> str:
@@ -89,8 +104,8 @@ class TriangularConv(nn.Module):
         return {"weight": "mixing", "lags": "lags"}.get(name, "vectors")
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of one sequence's token mixing, of the triangle alone."""
-        return self.channels * self.taps * tokens * (tokens + 1)
+        """FLOPs of one sequence's token mixing, of the triangle alone and inside the window."""
+        return 2 * self.channels * self.taps * pairs_of(tokens, self.window)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, past: MixingCache | None = None
@@ -102,14 +117,14 @@ class TriangularConv(nn.Module):
         given |= self.operands()
         if past is None or past.is_empty:
             if past is not None:
-                past.append(self.place, by_head(x, self.heads))
+                past.append(self.place, by_head(x, self.heads), self.window)
             return triangular_conv(x, **given)
         if x.shape[1] == 1 and given["weight"] is not None:
             inputs = past.extended(self.place, 1)
             return mix_row(inputs, x, positions=past.positions, **given)
-        # (batch, heads, length, channels of a head)
-        inputs = past.append(self.place, by_head(x, self.heads))
-        rows = self.rows(past.positions, inputs)
+        # (batch, heads, columns, channels of a head)
+        inputs = past.append(self.place, by_head(x, self.heads), self.window)
+        rows = self.rows(past.positions, past.lags(self.place, inputs), inputs)
         return mix_rows(inputs, rows, self.bias, residual, past.positions)
 
     @torch.no_grad()
@@ -126,7 +141,7 @@ class TriangularConv(nn.Module):
             self._start()
 
     def _draw(self) -> None:
-        bound = 1 / math.sqrt(self.context * self.taps)
+        bound = 1 / math.sqrt(self.window * self.taps)
         for parameter in self.parameters(recurse=False):
             if self.config.kaiming_init:
                 initialization.normal_(parameter, std=math.sqrt(2) * bound)
@@ -148,13 +163,13 @@ class TriangularConv(nn.Module):
         return weight * SHIFT_NOISE + toeplitz(self._shifts(), self.context)
 
     def _shifts(self) -> Tensor:
-        """By lag, (heads, taps, context): a head passes on the token LAGS[block + head] places
-        back, by the tap that looks at the same channel.
+        """By lag, (heads, taps, window): a head passes on the token LAGS[block + head] places back,
+        or the window's last, by the tap that looks at the same channel.
         """
-        lags = torch.zeros(self.heads, self.taps, self.context, device=self.bias.device)
+        lags = torch.zeros(self.heads, self.taps, self.window, device=self.bias.device)
         for head in range(self.heads):
             lag = LAGS[(self.place[0] + head) % len(LAGS)]
-            lags[head, (self.taps - 1) // 2, min(lag, self.context - 1)] = 1.0
+            lags[head, (self.taps - 1) // 2, min(lag, self.window - 1)] = 1.0
         return lags
 
 
@@ -174,10 +189,12 @@ class KeyedConv(TriangularConv):
         if past is not None:
             # (batch, heads, new, key_size + channels of a head)
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
-            both = past.append(self.place, new)
+            both = past.append(self.place, new, self.context)
             if not past.is_empty:
-                rows, query = self.rows(past.positions, both), by_head(query, self.heads)
-                return keyed_rows(query, both, rows, self.bias, past.positions)
+                lag = past.lags(self.place, both)
+                rows = self.rows(past.positions, lag, both)
+                query = by_head(query, self.heads)
+                return keyed_rows(query, both, rows, self.bias, past.positions, lag)
         how = {"backend": self.backend, **self.operands()}
         return keyed_conv(query, key, value, bias=self.bias, **how)
 
@@ -193,17 +210,23 @@ class KeyedConv(TriangularConv):
 
     def flops(self, tokens: int) -> int:
         """A product of query and key, and one of how they fit and the value."""
-        return (self.heads * self.key_size + self.channels) * tokens * (tokens + 1)
+        pairs = pairs_of(tokens, self.context)
+        return 2 * (self.heads * self.key_size + self.channels) * pairs
 
 
 class LagConv(TriangularConv):
-    """A TriangularConv whose parameters are `lags` (heads, taps, context) and `bias`. Texts may
-    have any length; each token mixes the last `context` tokens.
+    """A TriangularConv whose parameters are `lags` (heads, taps, window) and `bias`. Texts may have
+    any length; each token mixes the last `window` tokens: mixing_window, or the context. With a
+    mixing_window nothing depends on the context, and the bias is one number a head.
     """
 
     def make_weight(self) -> None:
-        self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
+        self.window = self.config.mixing_window or self.context
+        self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.window))
         self.register_buffer("decay", None)
+
+    def biases(self) -> int:
+        return 1 if self.config.mixing_window else self.context
 
     def mixing_weight(self) -> Tensor:
         return weight_by_lag(self.lags, self.decay, self.context)
@@ -212,13 +235,14 @@ class LagConv(TriangularConv):
     def set_mixing_weight(self, weight: Tensor) -> None:
         self.lags.zero_()
         numbers = torch.arange(self.context, 0, -1, device=weight.device)  # on each diagonal
-        self.lags.copy_(diagonal_sums(weight - self.mixing_weight()) / numbers)
+        means = diagonal_sums(weight - self.mixing_weight()) / numbers
+        self.lags.copy_(means[..., : self.window])
 
     def operands(self) -> dict[str, Tensor | None]:
         return {"weight": None, "lags": self.lags}
 
-    def rows(self, positions: Tensor, inputs: Tensor) -> Tensor:
-        return rows_by_lag(self.lags, self.decay, positions, inputs.shape[2]).to(inputs.dtype)
+    def rows(self, positions: Tensor, lag: Tensor, inputs: Tensor) -> Tensor:
+        return rows_by_lag(self.lags, self.decay, positions, lag).to(inputs.dtype)
 
     def _start(self) -> None:
         if self.config.mixing_init == "zero":
@@ -229,12 +253,16 @@ class LagConv(TriangularConv):
 
 class KeyedLagConv(LagConv, KeyedConv):
     """A KeyedConv with `lags` (heads, 1, context). They are added to a head's initial weights: a
-    mean of earlier tokens by `decay` (heads,), which is not trained.
+    mean of earlier tokens by `decay` (heads,), which is not trained. It has no window but the
+    context.
     """
 
     def make_weight(self) -> None:
-        super().make_weight()
-        self.decay = torch.zeros(self.heads)
+        self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
+        self.register_buffer("decay", torch.zeros(self.heads))
+
+    def biases(self) -> int:
+        return self.context
 
     def operands(self) -> dict[str, Tensor | None]:
         return {"weight": None, "lags": self.lags, "decay": self.decay}

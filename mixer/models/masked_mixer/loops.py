@@ -2,6 +2,7 @@
 the Trainer for the number of labels that are scored.
 """
 
+import math
 from functools import wraps
 
 from torch import Tensor
@@ -25,8 +26,7 @@ class InTransformersLoops(GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             static = generation_config.cache_implementation == "static"
-            room = max(self.config.max_position_embeddings, generation_config.max_length)
-            model_kwargs["past_key_values"] = MixingCache(self.config, static, room * static)
+            model_kwargs["past_key_values"] = MixingCache(self.config, static)
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
@@ -39,6 +39,16 @@ class InTransformersLoops(GenerationMixin):
                 f"were asked for, {asked} together; the model's context is {context}: shorten the "
                 "prompt, or give a smaller max_new_tokens"
             )
+
+    def _get_stopping_criteria(self, *args, **kwargs):
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        for criterion in criteria:
+            # it warns of texts past the context, which not every mixer minds
+            if hasattr(criterion, "max_position_embeddings") and math.isinf(
+                self.config.longest_text
+            ):
+                criterion.max_position_embeddings = None
+        return criteria
 
     @staticmethod
     def predicted_labels(labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixer.ops.plain import by_head, turn, window
+from mixer.ops.plain import by_head, is_seen, lags_from, turn
 
 from .cache import MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
@@ -132,12 +132,15 @@ class Keyed(nn.Module):
 
     def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
         """Of key (batch, tokens, channels), each token's previous key; zero for the first token."""
-        if past is None:
+        if past is not None:
+            keys = past.append(self.place, by_head(key, 1), 2)[:, 0]  # (batch, columns, channels)
+        if past is None or past.is_empty:
             return F.pad(key[:, :-1], (0, 0, 1, 0))
-        keys = past.append(self.place, by_head(key, 1))[:, 0]  # (batch, length, channels)
-        before = (past.positions - 1)[..., None]  # (batch or 1, new, 1)
-        found = keys.gather(1, before.clamp(min=0).expand(len(key), -1, key.shape[2]))
-        return found.masked_fill(before < 0, 0)
+        is_previous = past.lags(self.place, keys[:, None]) == 1  # (batch or 1, new, columns)
+        is_previous &= past.positions[..., None] > 0
+        column = is_previous.to(torch.uint8).argmax(2, keepdim=True)  # (batch or 1, new, 1)
+        previous = keys.gather(1, column.expand(len(key), -1, key.shape[2]))
+        return previous.masked_fill(~is_previous.any(2, keepdim=True), 0)
 
 
 class Turn(nn.Module):
@@ -180,13 +183,13 @@ class Attention(nn.Module):
         query, key, value = (by_head(part, self.heads) for part in (query, key, value))
         seen, tokens = None, query.shape[2]
         if past is not None:
-            both = past.append(self.place, torch.cat([key, value], -1))
+            both = past.append(self.place, torch.cat([key, value], -1), self.context)
         if past is not None and not past.is_empty:
             key, value = both.tensor_split([self.key_size], -1)
-            seen = window(past.positions, both.shape[2], self.context)
+            seen = is_seen(past.lags(self.place, both), past.positions, self.context)
         elif tokens > self.context:
-            places = torch.arange(tokens, device=query.device)[None]
-            seen = window(places, tokens, self.context)
+            positions = torch.arange(tokens, device=query.device)[None]
+            seen = is_seen(lags_from(positions, tokens), positions, self.context)
         how = {"attn_mask": seen, "is_causal": seen is None}
         y = F.scaled_dot_product_attention(query, key, value, **how)
         return y.transpose(1, 2).flatten(2)

@@ -61,6 +61,13 @@ class MixerOptions:
         "full: a number per pair of positions; lags: per distance; rows, columns, mixed: recurrent",
         choices=("full", "lags", *RECURRENT),
     )
+    mixing_window: int = option(
+        0,
+        "with mixing_weight lags: so many of the last tokens are mixed, in blocks without keys; 0: "
+        "as many as the context has",
+        at_least=0,
+        at_most=2**20,
+    )
     mixing_decay: bool = option(False, "with a recurrent mixing_weight: each head learns a decay")
     mlp_first: bool = option(False, "put each block's MLP before its mixing")
     mixing_init: str = option(
@@ -101,7 +108,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule broken by options that are allowed alone, but not together."""
     heads, taps, keys = options.num_mixer_heads, options.mixer_kernel_size, options.mixer_key_size
     gate, every, form = options.mixer_gate, options.mixer_keyed_every, options.mixing_weight
-    expansion, decay = options.mixer_expansion, options.mixing_decay
+    expansion, decay, window = options.mixer_expansion, options.mixing_decay, options.mixing_window
     in_all = keys and every == 1  # keyed mixing in all blocks
     recurrent, shift = form in RECURRENT, options.mixing_init == "shift"
     of_keys = " ".join(n for n in OF_KEYS if getattr(options, n) != getattr(MixerOptions, n))
@@ -126,6 +133,13 @@ def shape_problems(options: MixerOptions) -> list[str]:
         "mixing_weight mixing_init: reference or zero with a recurrence": recurrent and shift,
         "mixing_init mixing_weight mixer_key_size: shift with lags and keys": (
             keys and form == "lags" and not shift
+        ),
+        "mixing_window mixing_weight: a window with lags": window and form != "lags",
+        "mixing_window max_position_embeddings: a window of at most the context": (
+            window > options.max_position_embeddings
+        ),
+        "mixing_window mixer_key_size mixer_keyed_every: a window with blocks without keys": (
+            window and in_all
         ),
         f"mixing_decay mixing_weight: decay with {', '.join(RECURRENT)}": decay and not recurrent,
         "mixing_weight num_mixer_heads: 2 heads or more": form == "mixed" and heads < 2,

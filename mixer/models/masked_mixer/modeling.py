@@ -179,8 +179,10 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if past is None:
             x = self._blocks(input_ids, None, states)
         else:
-            mark_padding = self.config.mixing_weight in RECURRENT
+            # A single token of padding is overwritten by the token that follows.
+            mark_padding = self.config.mixing_weight in RECURRENT or input_ids.shape[1] > 1
             past.positions = places.positions(past.length, input_ids.device, mark_padding)
+            past.has_padding = mark_padding and places.is_padded
             x = past.run(self._blocks, input_ids, states)
         x, states = places.restore(x), states and tuple(map(places.restore, states))
         return BaseModelOutputWithPast(x, past, hidden_states=states)

@@ -22,9 +22,10 @@ def followers(ids: Tensor, positions: Tensor, context: int, longest: int) -> tup
     there is no such place: (batch, new) int64 each.
     """
     place = torch.arange(ids.shape[1], device=ids.device)[None]
-    ids = ids.where(place <= positions[:, -1:], -1 - place)  # unlike any other
-    positions = positions.expand(ids.shape[0], -1)
-    group, alike, token = 0, place < positions[:, -1:], torch.zeros_like(positions)
+    last = positions.amax(1, keepdim=True)
+    ids = ids.where(place <= last, -1 - place)  # unlike any other
+    positions = positions.clamp(min=0).expand(ids.shape[0], -1)
+    group, alike, token = 0, place < last, torch.zeros_like(positions)
     equal = token
     for back in range(longest):
         before = ids.roll(back, dims=1).where(place >= back, NONE)
@@ -67,8 +68,13 @@ class SuffixMatch(nn.Module):
 
     def forward(self, input_ids: Tensor, past: MixingCache | None) -> Tensor:
         ids, positions = input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        if past is not None:
-            ids, positions = past.append(PLACE, ids[:, None, :, None])[:, 0, :, 0], past.positions
+        if past is not None and past.is_empty:
+            past.append(PLACE, ids[:, None, :, None], self.context + self.longest)
+            positions = past.positions
+        elif past is not None:
+            ring = past.append(PLACE, ids[:, None, :, None], self.context + self.longest)
+            ids, first = past.in_order(PLACE, ring)
+            ids, positions = ids[:, 0, :, 0], past.positions - first
         token, equal = followers(ids, positions, self.context, self.longest)
         number = F.one_hot(equal, self.longest + 1)[..., 1:]  # all zeros where nothing was found
         # A product, because an embedding's gradient is slow where many tokens share few rows.

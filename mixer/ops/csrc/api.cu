@@ -26,7 +26,7 @@ int run(const TriangularConvParams& params, Kernel kernel) {
 cudaError_t grad_weight_and_bias(const TriangularConvParams& params) {
   const KernelSet kernels = kernels_for(params);
   const cudaError_t status = kernels.grad_weight(params);
-  const bool is_done = params.dbias == nullptr || (kernels.with_bias && params.lag_zero == 0);
+  const bool is_done = params.dbias == nullptr || (kernels.with_bias && params.window == 0);
   return status == cudaSuccess && !is_done ? grad_bias(params) : status;
 }
 
@@ -48,6 +48,19 @@ MIXER_EXPORT int64_t mixer_grad_weight_workspace(const TriangularConvParams* par
 // Writes every element of dweight, zeros included, and of dbias unless it is null.
 MIXER_EXPORT int mixer_grad_weight(const TriangularConvParams* params) {
   return run(*params, grad_weight_and_bias);
+}
+
+// A weight by lag of up to MIXER_SHORT_WINDOW lags (short_conv.cu).
+MIXER_EXPORT int mixer_short_conv(const TriangularConvParams* params) {
+  return run(*params, short_conv);
+}
+// Bytes of workspace for mixer_short_conv_gradients.
+MIXER_EXPORT int64_t mixer_short_conv_workspace(const TriangularConvParams* params) {
+  return short_conv_workspace(*params);
+}
+// Writes every element of dx and dweight, and of dbias unless it is null.
+MIXER_EXPORT int mixer_short_conv_gradients(const TriangularConvParams* params) {
+  return run(*params, short_conv_gradients);
 }
 
 // One new token of each sample: writes x into the memory and computes y = bias + residual +

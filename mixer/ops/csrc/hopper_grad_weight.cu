@@ -67,6 +67,7 @@ struct WeightArguments {
   float* partials;
   float* sums;     // of the bias: (rest * splits, 256 rows); by lag (pieces, kParts, kSums)
   int32_t tokens, context;
+  int32_t band;    // lags from here on are zero
   int32_t chunks;  // of one sample
   Plan plan;
 };
@@ -144,7 +145,7 @@ struct Items<LagPlan> : LagPieces {
     LagPieces::next();
     tile = {head, diagonal, 0};
   }
-  __device__ __forceinline__ int along() const { return plan.diagonals - diagonal; }
+  __device__ __forceinline__ int along() const { return plan.along(diagonal); }
   __device__ __forceinline__ int rounds() const { return plan.rounds; }
   __device__ __forceinline__ int first_step(int round) const {
     return begin + round * plan.steps(diagonal);
@@ -170,19 +171,26 @@ struct Step {
 // The part of a tile that one block computes.
 struct BlockTile {
   int first_row, first_column;
+  int band;
   int row_blocks;  // row blocks that hold tokens
 
-  template <typename Tile>
-  __device__ __forceinline__ BlockTile(const Tile& tile, int tokens, int rank)
+  template <typename Arguments, typename Tile>
+  __device__ __forceinline__ BlockTile(const Arguments& arguments, const Tile& tile, int rank)
       : first_row(tile.row_tile * kTileRows),
-        first_column(tile.column_tile * kTileRows + rank * kColumns) {
-    row_blocks = min(kRowBlocks, (tokens - first_row + kBox - 1) / kBox);
+        first_column(tile.column_tile * kTileRows + rank * kColumns),
+        band(arguments.band) {
+    row_blocks = min(kRowBlocks, (arguments.tokens - first_row + kBox - 1) / kBox);
   }
-  // Whether a row block holds anything on or below the diagonal.
+  // Whether a row block holds anything on or below the diagonal, and inside the band.
   __device__ __forceinline__ bool needs(int row_block) const {
-    return row_block < row_blocks && first_row + row_block * kBox + kBox - 1 >= first_column;
+    const int lag = first_row + row_block * kBox - first_column;  // of the block's first row
+    return row_block < row_blocks && lag > -kBox && lag - (kColumns - 1) < band;
   }
-  __device__ __forceinline__ bool is_idle() const { return !needs(row_blocks - 1); }
+  __device__ __forceinline__ bool is_idle() const {
+    bool needed = false;
+    for (int row_block = 0; row_block < kRowBlocks; ++row_block) needed |= needs(row_block);
+    return !needed;
+  }
 };
 
 // Writes the thread's sums at (row, column): rows r and r + 8, two columns each. Elements above the
@@ -222,7 +230,7 @@ __device__ __forceinline__ void load_operands(const WeightArguments<Plan>& argum
   const int rank = cluster_rank();
   RingPosition<kStages> at;
   for (Items<Plan> item(arguments.plan); item.valid(); item.next()) {
-    const BlockTile tile(item.tile, arguments.tokens, rank);
+    const BlockTile tile(arguments, item.tile, rank);
     const int column_boxes = tile.is_idle() ? 0 : kColumnBoxes;
     for (int round = 0; round < item.rounds(); ++round) {
       Step step(item.first_step(round), item.along(), arguments.chunks);
@@ -356,7 +364,7 @@ __device__ __forceinline__ void multiply(const WeightArguments<Plan>& arguments,
   const uint32_t ones = operand(ones_box);
   RingPosition<kStages> at;
   for (Items<Plan> item(arguments.plan); item.valid(); item.next()) {
-    const BlockTile tile(item.tile, arguments.tokens, rank);
+    const BlockTile tile(arguments, item.tile, rank);
     const bool multiplies = tile.needs(multiplier);
     const int depths = (item.end - item.begin) * item.rounds();
     float sum[64], bias[4];
@@ -451,7 +459,7 @@ __global__ void __launch_bounds__(kMultiplyingThreads)
   const int rank = blockIdx.x / kGroups % kClusterSize;
   const int rest = blockIdx.x / kGroups / kClusterSize;
   const WeightTile weight_tile(plan, plan.whole + rest);
-  const BlockTile tile(weight_tile, arguments.tokens, rank);
+  const BlockTile tile(arguments, weight_tile, rank);
   const Place place(threadIdx.x, group);
 
   float sum[4] = {};
@@ -568,6 +576,7 @@ cudaError_t compute(const TriangularConvParams& params, const Plan& plan) {
                                      workspace + partial_floats(plan),
                                      params.tokens,
                                      params.context,
+                                     band(params),
                                      chunks_of_sample(params),
                                      plan};
   if (status != cudaSuccess) return status;
@@ -582,12 +591,12 @@ int64_t grad_weight_workspace(const TriangularConvParams& params) {
   const auto bytes = [](const auto& plan) {
     return int64_t((partial_floats(plan) + sum_floats(plan)) * sizeof(float));
   };
-  return params.lag_zero > 0 ? bytes(make_lag_plan(params)) : bytes(make_plan(params));
+  return params.window > 0 ? bytes(make_lag_plan(params)) : bytes(make_plan(params));
 }
 
 cudaError_t grad_weight(const TriangularConvParams& params) {
-  return params.lag_zero > 0 ? compute(params, make_lag_plan(params))
-                             : compute(params, make_plan(params));
+  return params.window > 0 ? compute(params, make_lag_plan(params))
+                           : compute(params, make_plan(params));
 }
 
 }  // namespace

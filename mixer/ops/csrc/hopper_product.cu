@@ -3,8 +3,8 @@
 //
 // Tokens are counted in blocks of 64. Forward numbers the blocks from first to last, grad-input
 // from last to first, which makes it a lower triangle too: row block r of the result needs the
-// steps 0 .. r along the depth. Everything below uses this order; Tile::token() gives a block's
-// first token.
+// steps 0 .. r along the depth, or r - reach .. r if the weight has a window. Everything below uses
+// this order; Tile::token() gives a block's first token.
 //
 // There is one persistent cluster of two thread blocks per two multiprocessors. It loops over its
 // tiles: 512 rows by 128 columns, or 256 by 256. A *row tile* is up to 8 (or 4) row blocks; all but
@@ -19,8 +19,8 @@
 //   - the loaders fill the stages: one with column boxes of x or dy, the other with the row boxes
 //     of W that do not lie above the diagonal. If the whole triangle of W fits in the cluster's
 //     shared memory (512 tokens), it is loaded once and stays there (*resident*);
-//   - a multiplier runs wgmma over the stages up to its diagonal. Then it writes its result through
-//     an output box while the other multipliers continue. The next tile has to wait for the last
+//   - a multiplier runs wgmma over the stages of its window, up to its diagonal. Then it writes its
+//     result through an output box while the other multipliers continue. The next tile has to wait for the last
 //     row block of a thread block, so that one uses the last stage as its output boxes and stores
 //     both at once.
 #include "hopper_tile.cuh"
@@ -33,6 +33,7 @@ struct ProductArguments {
   const void* bias;  // or null
   int32_t bias_dtype, tokens, context;
   int32_t lag_zero;   // as in params.h
+  int32_t reach;      // blocks before its own that a row block needs
   int32_t chunks;     // of one head of one sample
   int32_t row_tiles;
   int32_t height;     // row blocks of a row tile, at most Shape::kRowBlocks
@@ -68,7 +69,8 @@ struct ProductShape {
   static constexpr int kOutputBoxes =
       kTakesTurns ? 2 : kMultipliers - 2 * kMultipliers / kRowBlocks;
 
-  // A multiplier skips at most 7 steps. Adding the stages, 16 is more than any two threads can be
+  // A multiplier skips at most 7 steps: those after its diagonal, and those of the next tile before
+  // its window. Adding the stages, 16 is more than any two threads can be
   // apart. (Must be a multiple of kStages.)
   static constexpr int kFullBarriers = (16 + kStages - 1) / kStages * kStages;
 
@@ -181,6 +183,7 @@ __device__ __forceinline__ int resident_box(int box, int rank) {
 template <typename Shape>
 struct Tile {
   int blocks;       // of all tokens
+  int reach;        // blocks before its own that a row block needs
   int head, chunk;  // first of its chunks
   int first_block;  // number of its first row block
   int row_blocks;   // row blocks that hold tokens: the last tile may have fewer
@@ -188,35 +191,44 @@ struct Tile {
   __device__ __forceinline__ Tile(const ProductArguments& arguments, const Tiles& tiles) {
     const int column = tiles.column;
     blocks = (arguments.tokens + kBox - 1) / kBox;
+    reach = Shape::kResident ? blocks : arguments.reach;  // a resident W is never so large
     head = column / arguments.columns;
     chunk = column % arguments.columns * Shape::kColumnBoxes;
     first_block = tiles.row_tile * arguments.height;
     row_blocks = min(arguments.height, blocks - first_block);
   }
-  // Steps of a thread block: all steps of the tile, or, if it works alone, up to its own last one.
-  __device__ __forceinline__ int steps(int rank) const {
-    return Shape::kShared ? first_block + row_blocks : own_steps(rank);
+  // The steps [begin, end) of a thread block: all steps of the tile, or, if it works alone, up to
+  // its own last one.
+  __device__ __forceinline__ int begin() const { return begin_of(0); }
+  __device__ __forceinline__ int end(int rank) const {
+    return Shape::kShared ? first_block + row_blocks : own_end(rank);
   }
-  __device__ __forceinline__ int own_steps(int rank) const {
+  __device__ __forceinline__ int own_end(int rank) const {
     int most = 0;
 #pragma unroll
     for (int box = 0; box < Shape::kRowBoxes; ++box)
-      most = max(most, steps_of(row_block_of(box, rank)));
+      most = max(most, end_of(row_block_of(box, rank)));
     return most;
   }
-  // Steps of a row block of this tile: up to the diagonal.
-  __device__ __forceinline__ int steps_of(int row_block) const {
+  // The steps of a row block of this tile: from where its window begins up to the diagonal.
+  __device__ __forceinline__ int begin_of(int row_block) const {
+    return max(0, first_block + row_block - reach);
+  }
+  __device__ __forceinline__ int end_of(int row_block) const {
     return row_block < row_blocks ? first_block + row_block + 1 : 0;
+  }
+  __device__ __forceinline__ bool reads(int row_block, int step) const {
+    return step >= begin_of(row_block) && step < end_of(row_block);
   }
   // Number of row blocks that multiply at a step: of the tile, and of a thread block.
   __device__ __forceinline__ int readers(int step) const {
-    return row_blocks - max(0, step - first_block);
+    const int first = max(0, step - first_block);
+    return min(row_blocks, step - first_block + reach + 1) - first;
   }
   __device__ __forceinline__ int own_readers(int step, int rank) const {
     int boxes = 0;
 #pragma unroll
-    for (int box = 0; box < Shape::kRowBoxes; ++box)
-      boxes += step < steps_of(row_block_of(box, rank));
+    for (int box = 0; box < Shape::kRowBoxes; ++box) boxes += reads(row_block_of(box, rank), step);
     return boxes;
   }
   // First token of a block.
@@ -259,7 +271,7 @@ struct Loader {
       for (int box = 0; box < Shape::kColumnBoxes; ++box)
         chunks[box] = Chunk(tile.chunk + box, arguments.chunks);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, at.advance()) {
+      for (int step = tile.begin(); step < tile.end(rank); ++step, at.advance()) {
         const int own_readers = tile.own_readers(step, rank);
         wait_for_stage();
         if (Shape::kShared) {
@@ -324,7 +336,7 @@ struct Loader {
 #pragma unroll
     for (int box = 0; box < Shape::kRowBoxes; ++box) {
       const int row_block = row_block_of(box, rank);
-      if (step >= tile.steps_of(row_block)) continue;
+      if (!tile.reads(row_block, step)) continue;
       const int result = tile.token(tile.first_block + row_block);
       const int row = Shape::kTransposed ? depth : result;
       const int column = Shape::kTransposed ? result : depth;
@@ -339,7 +351,7 @@ struct Loader {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles);
 #pragma unroll 1
-      for (int step = 0; step < tile.steps(rank); ++step, at.advance()) {
+      for (int step = tile.begin(); step < tile.end(rank); ++step, at.advance()) {
         wait_for_stage();
         load_rows(tile, step, full(), [&](int row_box) {
           return box(Shape::kFirstStage + at.slot * Shape::kStageBoxes + row_box);
@@ -359,7 +371,7 @@ struct Loader {
         barrier_wait(&barriers.weight_empty, parity);
         parity ^= 1;
         // step 0 also signals a new head
-        for (int step = 0; step < max(1, tile.own_steps(rank)); ++step) {
+        for (int step = 0; step < max(1, tile.own_end(rank)); ++step) {
           load_rows(tile, step, &barriers.weight_full[step],
                     [&](int row_box) { return box(resident_box(row_box, rank) + step); });
         }
@@ -465,28 +477,30 @@ struct Multiplier {
     return Shape::kTakesTurns && index % 2 == 0;
   }
 
-  // Multiplies `steps` steps, then moves on to the next tile's first stage. It waits for each
-  // product so that the stage is released at once; the other multipliers keep the tensor cores busy
+  // Multiplies the steps of its row block, then moves on to the next tile's first stage. It waits
+  // for each product so that the stage is released at once; the other multipliers keep the tensor cores busy
   // meanwhile. Returns the slot of the last stage that was multiplied. A multiplier that writes in
   // place has not released that stage.
-  __device__ __forceinline__ int run(float (&sum)[64], int steps, int left_out) {
+  __device__ __forceinline__ int run(float (&sum)[64], const Tile<Shape>& tile) {
+    const int begin = tile.begin_of(row_block), end = tile.end_of(row_block);
     int slot = 0;
+    at.advance(begin - tile.begin());  // stages that only others multiply, as those after `end`
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = begin; step < end; ++step) {
       if (Shape::kResident) barrier_wait(&barriers.weight_full[step], weight_parity);
       barrier_wait(&barriers.ring.full[at.full.slot], at.full.parity);
       const uint32_t stage = at.slot * (Shape::kStageBoxes * kBoxBytes / 16);
       const uint32_t row_box = Shape::kResident ? step * (kBoxBytes / 16) : stage;
       wgmma_fence();
       multiply_slices<Element, Shape::kTransposed, true, kBox / 16>(sum, left + row_box,
-                                                                    right + stage, step > 0);
+                                                                    right + stage, step > begin);
       wgmma_commit();
       wgmma_wait<0>();
       slot = at.slot;
-      if (!in_place || step + 1 < steps) barriers.ring.release(slot);
+      if (!in_place || step + 1 < end) barriers.ring.release(slot);
       at.advance();
     }
-    at.advance(left_out);
+    at.advance(tile.end(rank) - end);
     pin(sum);
     return slot;
   }
@@ -604,21 +618,19 @@ struct Multiplier {
   __device__ __forceinline__ void run_all() {
     for (Tiles tiles(arguments); tiles.valid(); tiles.next()) {
       const Tile<Shape> tile(arguments, tiles);
-      const int steps = tile.steps_of(row_block);
-      if (steps > 0) {
+      if (row_block < tile.row_blocks) {
         BiasPair bias;
         bias.load(arguments, tile.head, tile.token(tile.first_block + row_block));
         if (Shape::kWithResidual && is_first && !in_place) fetch_residual(tile, 0);
         float sum[64];
-        // the stages that are skipped are multiplied by others only
-        const int slot = run(sum, steps, tile.steps(rank) - steps);
+        const int slot = run(sum, tile);
         if (in_place) {
           write_in_place(tile, sum, bias, slot);
         } else {
           write(tile, sum, bias);
         }
       } else {
-        pass(tile.steps(rank));
+        pass(tile.end(rank) - tile.begin());
       }
       if (Shape::kResident && tiles.head_changes()) {
         weight_parity ^= 1;
@@ -724,6 +736,7 @@ cudaError_t launch_product(const TriangularConvParams& params) {
   arguments.tokens = params.tokens;
   arguments.context = params.context;
   arguments.lag_zero = params.lag_zero;
+  arguments.reach = static_cast<int32_t>(ceil_div(band(params) - 1, kBox));
   arguments.heads = params.heads;
   arguments.chunks = static_cast<int32_t>(ceil_div(params.channels / params.heads, kBox));
   if (status != cudaSuccess) return status;

@@ -136,7 +136,7 @@ inline CUtensorMap encode_dy(const TriangularConvParams& params, cudaError_t& st
 // The packed weight, or the strip of one by lag, as {columns, rows, heads}.
 inline CUtensorMap encode_weight(const TriangularConvParams& params, cudaError_t& status) {
   const cuuint64_t columns = params.columns;
-  const cuuint64_t rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
+  const cuuint64_t rows = params.window > 0 ? MIXER_STRIP_ROWS : params.tokens;
   const cuuint64_t sizes[3] = {columns, rows, cuuint64_t(params.heads)};
   const cuuint64_t strides[2] = {2 * columns, 2 * columns * rows};
   return encode_map(params.packed, params.dtype, 3, sizes, strides, 1, status);

@@ -10,6 +10,9 @@
 cudaError_t pack(const TriangularConvParams& params);
 cudaError_t grad_bias(const TriangularConvParams& params);
 cudaError_t mix_row(const TriangularConvParams& params);
+cudaError_t short_conv(const TriangularConvParams& params);
+cudaError_t short_conv_gradients(const TriangularConvParams& params);
+int64_t short_conv_workspace(const TriangularConvParams& params);
 
 // The products of 16-bit types, for one architecture.
 struct KernelSet {

@@ -2,6 +2,7 @@
 // tokens i and channels, zero for lags beyond the tokens.
 //
 // The tiles of the products dy x^T on one *diagonal* of the triangle of tiles have the same lags.
+// Diagonals that hold no lag of the window are left out.
 // They are added up in registers, as one long product. All products of all heads lie in a line, cut
 // into *steps* of equal size: head by head, diagonal by diagonal. Each worker (a thread block, or a
 // cluster) has an equal share of that line: a *piece* of each diagonal that its share touches. It
@@ -17,7 +18,8 @@
 
 struct LagPlan {
   int32_t heads, workers;
-  int32_t diagonals;  // as many as there are row tiles; diagonal d has diagonals - d tiles
+  int32_t tiles;      // along the tokens
+  int32_t diagonals;  // diagonal d has tiles - d tiles
   int32_t rounds;
   int32_t depth;      // steps of one tile in a round: its parts of channels, over the samples
   int32_t share;      // steps of each worker in a round
@@ -25,15 +27,18 @@ struct LagPlan {
   LagPlan(const TriangularConvParams& params, int workers, int tile, int64_t depth, int rounds)
       : heads(params.heads),
         workers(workers),
-        diagonals(static_cast<int32_t>(ceil_div(params.tokens, tile))),
+        tiles(static_cast<int32_t>(ceil_div(params.tokens, tile))),
+        diagonals(min(tiles, (band(params) - 1) / tile + 2)),
         rounds(rounds),
         depth(static_cast<int32_t>(ceil_div(depth, rounds))),
         share(static_cast<int32_t>(ceil_div(heads * steps_before(diagonals), workers))) {}
 
+  // Tiles of a diagonal.
+  __host__ __device__ int along(int diagonal) const { return tiles - diagonal; }
   // Steps of a diagonal in a round, and of those of the same head before it.
-  __host__ __device__ int steps(int diagonal) const { return (diagonals - diagonal) * depth; }
+  __host__ __device__ int steps(int diagonal) const { return along(diagonal) * depth; }
   __host__ __device__ int64_t steps_before(int diagonal) const {
-    return (static_cast<int64_t>(diagonal) * (2 * diagonals - diagonal + 1) / 2) * depth;
+    return (static_cast<int64_t>(diagonal) * (2 * tiles - diagonal + 1) / 2) * depth;
   }
   // From a piece to the next, the worker or the diagonal is another: their numbers in the line add
   // up to a number of the piece's own.
@@ -101,9 +106,9 @@ template <typename Parts>
 __global__ void __launch_bounds__(kLagThreads)
     finish_lags_kernel(const TriangularConvParams params, const LagPlan plan, const float* sums) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kLagThreads + threadIdx.x;
-  if (index >= static_cast<int64_t>(params.heads) * params.context) return;
-  const int head = static_cast<int>(index / params.context);
-  const int lag = static_cast<int>(index % params.context);
+  if (index >= static_cast<int64_t>(params.heads) * params.window) return;
+  const int head = static_cast<int>(index / params.window);
+  const int lag = static_cast<int>(index % params.window);
   float sum = 0.0f;
   if (plan.share > 0 && lag < params.tokens) {
     const int above = lag / Parts::kTile;  // this diagonal and the next have the lag
@@ -133,7 +138,7 @@ __global__ void __launch_bounds__(kLagThreads)
 template <typename Parts>
 cudaError_t finish_lags(const TriangularConvParams& params, const LagPlan& plan,
                         const float* sums) {
-  const int64_t lags = static_cast<int64_t>(params.heads) * params.context;
+  const int64_t lags = static_cast<int64_t>(params.heads) * params.window;
   return launch(params, finish_lags_kernel<Parts>, ceil_div(lags, kLagThreads), kLagThreads, 0,
                 params, plan, sums);
 }

@@ -46,6 +46,12 @@ __host__ __device__ constexpr int64_t ceil_div(int64_t value, int64_t step) {
   return (value + step - 1) / step;
 }
 
+// How many lags of a token's weights can be other than zero.
+__host__ __device__ __forceinline__ int band(const TriangularConvParams& params) {
+  const bool has_window = params.window > 0 && params.window < params.tokens;
+  return has_window ? params.window : params.tokens;
+}
+
 __host__ __device__ __forceinline__ int64_t lower_tiles(int tokens, int tile) {
   const int64_t tiles = ceil_div(tokens, tile);
   return tiles * (tiles + 1) / 2;

@@ -26,8 +26,9 @@ __global__ void __launch_bounds__(kThreads)
   const int rows = kByLag ? MIXER_STRIP_ROWS : params.tokens;
   const int64_t head = packed_row / rows;
   const int row = static_cast<int>(packed_row % rows);
-  const Weight* weight = static_cast<const Weight*>(params.weight) +
-                         (kByLag ? head : (head * params.context + row)) * params.context;
+  const Weight* weight =
+      static_cast<const Weight*>(params.weight) +
+      (kByLag ? head * params.window : (head * params.context + row) * params.context);
 
   Group<Element> packed;
   if (!kByLag && column + kGroup - 1 <= row &&
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const int from = kByLag ? row + params.lag_zero - (column + i) : column + i;
-      const bool exists = kByLag ? from >= 0 && from < params.tokens : from <= row;
+      const bool exists = kByLag ? from >= 0 && from < band(params) : from <= row;
       packed.values[i] = Element(exists ? float(weight[from]) : 0.0f);
     }
   }
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t pack(const TriangularConvParams& params) {
-  const bool by_lag = params.lag_zero > 0;
+  const bool by_lag = params.window > 0;
   const int64_t rows = by_lag ? MIXER_STRIP_ROWS : params.tokens;
   const int64_t groups = params.heads * rows * (params.columns / kGroup);
   return with_dtypes(params, [&](auto element, auto weight) {

@@ -171,7 +171,7 @@ __host__ __device__ inline int64_t tile_floats(const LagPlan& plan) {
 }
 
 inline int64_t workspace_bytes(const TriangularConvParams& params) {
-  if (params.lag_zero > 0) {
+  if (params.window > 0) {
     const LagPlan plan = make_lag_plan(params);
     return (tile_floats(plan) + int64_t(plan.pieces()) * Parts::kSums) * sizeof(float);
   }
@@ -202,7 +202,7 @@ __device__ __forceinline__ void for_each_task(const TriangularConvParams& params
   float* const workspace = static_cast<float*>(params.workspace);
   float* const tile = workspace + static_cast<int64_t>(blockIdx.x) * kTileSize;
   for (LagPieces piece(plan, blockIdx.x); piece.valid(); piece.next()) {
-    compute(Task{piece.head, piece.diagonal * kTile, 0, plan.diagonals - piece.diagonal,
+    compute(Task{piece.head, piece.diagonal * kTile, 0, plan.along(piece.diagonal),
                  piece.begin, piece.end - piece.begin, tile});
     __syncthreads();  // the tile is complete
     float* const sums =
@@ -333,7 +333,7 @@ inline cudaError_t finish(const TriangularConvParams& params, int splits) {
 
 template <typename Set>
 cudaError_t launch_grad_weight(const TriangularConvParams& params) {
-  if (params.lag_zero > 0) {
+  if (params.window > 0) {
     const LagPlan plan = make_lag_plan(params);
     const cudaError_t status =
         launch(params, partial_kernel<Set, LagPlan>, plan.workers, kThreads, 0, params, plan);

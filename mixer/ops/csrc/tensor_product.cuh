@@ -1,7 +1,8 @@
 // y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over j <= i of W[h,i,j] * x[b,j,c] and (kTransposed)
 // dx[b,j,c] = sum over i >= j of W[h,i,j] * dy[b,i,c], on the tensor cores of sm_70 and sm_80. One
 // kernel does both: transposing only flips the triangle. Row tile [r, r + 128) of y reads tokens
-// [0, r + 128); row tile [r, r + 128) of dx reads tokens [r, tokens).
+// [0, r + 128); row tile [r, r + 128) of dx reads tokens [r, tokens). With a window of w lags, they
+// are [r - w + 1, r + 128) and [r, r + 127 + w).
 //
 // The columns of the result are (sample, channel of a head) as one dimension, so that a narrow head
 // wastes no part of a tile. A vector of 16 bytes never crosses from one sample into the next.
@@ -70,16 +71,18 @@ struct ProductLoader {
     input = static_cast<const Element*>(kTransposed ? params.dy : params.x) +
             static_cast<int64_t>(tile.head) * width +
             sample * (kTransposed ? params.dy_batch_stride : params.x_batch_stride);
-    const int64_t rows = params.lag_zero > 0 ? MIXER_STRIP_ROWS : params.tokens;
+    const int64_t rows = params.window > 0 ? MIXER_STRIP_ROWS : params.tokens;
     weight = static_cast<const Element*>(params.packed) + tile.head * rows * params.columns;
     row0 = tile.row0;
     depth = first();
   }
 
   // Rows [row0, row0 + 128) of the result are the sum over tokens [first, last).
-  __device__ __forceinline__ int first() const { return kTransposed ? row0 : 0; }
+  __device__ __forceinline__ int first() const {
+    return kTransposed ? row0 : max(0, row0 + 1 - band(params)) / kSliceDepth * kSliceDepth;
+  }
   __device__ __forceinline__ int last() const {
-    return kTransposed ? params.tokens : min(row0 + kTile, params.tokens);
+    return min(row0 + kTile + (kTransposed ? band(params) - 1 : 0), params.tokens);
   }
 
   __device__ __forceinline__ bool done() const { return depth >= last(); }
@@ -97,17 +100,18 @@ struct ProductLoader {
   __device__ __forceinline__ void load_weight(Copies& copies) const {
     const int first_row = kTransposed ? depth : row0;
     const int column = (kTransposed ? row0 : depth) + vector_across<WeightLayout>() * kVector;
-    // In a strip the tile begins in row 0.
+    // In a strip the tile begins in row 0, and all of it lies inside.
+    const bool by_lag = params.window > 0;
     const Element* const origin =
-        params.lag_zero > 0
-            ? weight + params.lag_zero - first_row
-            : weight + static_cast<int64_t>(first_row) * params.columns;
+        by_lag ? weight + params.lag_zero - first_row
+               : weight + static_cast<int64_t>(first_row) * params.columns;
 #pragma unroll
     for (int i = 0; i < kVectorsPerThread; ++i) {
       const int down = vector_down<WeightLayout>(i);
       const Element* vector = origin + static_cast<int64_t>(down) * params.columns + column;
       copies.template copy<WeightLayout>(
-          kLeft, i, vector, first_row + down < params.tokens && column < params.columns);
+          kLeft, i, vector,
+          first_row + down < params.tokens && (by_lag || column < params.columns));
     }
   }
 
@@ -255,9 +259,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
         memory, warp_column() * kWarpTile, load);
 
     const auto slices = [](int tokens) { return (max(tokens, 0) + kSliceDepth - 1) / kSliceDepth; };
-    const int before = kTransposed ? 0 : slices(tile.row0);
+    const int before = kTransposed ? 0 : slices(tile.row0 - loader.first());
     const int diagonal = slices(min(params.tokens - tile.row0, kTile));
-    const int after = kTransposed ? slices(params.tokens - tile.row0 - kTile) : 0;
+    const int after = kTransposed ? slices(loader.last() - tile.row0 - kTile) : 0;
     typename Set::Accumulator sum;
     const auto multiply_row_group = [&](const Fragments& fragments, int group) {
 #pragma unroll
@@ -284,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksResident)
       }
     };
     if constexpr (Set::kOneLoop) {
-      int lead = kTransposed ? 0 : tile.row0;
+      int lead = tile.row0 - loader.first();
       pipeline.run(before + diagonal + after, load, [&](const Fragments& fragments) {
         const bool on_diagonal = kTransposed ? lead > -kTile : lead < Set::kMmaDepth;
         on_diagonal ? multiply_triangle(fragments, lead) : multiply_all(fragments);

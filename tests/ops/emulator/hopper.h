@@ -199,7 +199,7 @@ struct Box {
   void each_row(Action action) const {
     for (int row = 0; row < kBoxRows; ++row) {
       const int64_t left = map.size[0] - coordinate[0];
-      bool is_inside = left > 0;
+      bool is_inside = left > 0 && coordinate[0] >= 0;
       int64_t place = int64_t(coordinate[0]) * 2;
       for (int i = 1; i < map.rank; ++i) {
         const int64_t at = coordinate[i] + (map.box[i] == kBoxRows ? row : 0);
@@ -217,6 +217,7 @@ inline short unfenced[kMostBlocks][kSharedBytes / kChunk];
 inline Box make_box(const CUtensorMap* map, int block, uint32_t address, int c0, int c1, int c2,
                     int c3) {
   const Box box = {map_of(map), block, own_offset(address, 1024), {c0, c1, c2, c3}};
+  if (c0 < 0 && c0 > -kBoxRows) fail("a box that begins before the tensor and ends inside");
   for (int i = 0; i < kBoxBytes / kChunk; ++i) {
     if (unfenced[block][box.offset / kChunk + i])
       fail("TMA over or from ordinary writes without a proxy fence");

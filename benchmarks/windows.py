@@ -1,0 +1,168 @@
+"""What a window of the mixing weight saves: the operator, a whole training step, and generation.
+
+    python benchmarks/windows.py --output PATH      # writes PATH.json, PATH.md
+
+One GPU, bf16 with lags in float32. The operator's forward and backward passes are timed side by
+side with those of all lags, of a full weight, and with copies of x and dy, which no kernel can beat
+by much. A step is of a plain mixer trained with AdamW, its blocks compiled. Generation writes after
+a short text and after a long one, with random weights and a static cache.
+"""
+
+import time
+
+import torch
+from saving import markdown, measured_by, origin, parser_of, save
+from timing import interleaved
+from torch import Tensor
+from training_step_models import FORMS, SharedMemory, Size, Step
+
+from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, MixingCache
+from mixer.common.errors import UserError, run_command
+from mixer.ops import cuda, triangular_conv
+
+TOKENS, CHANNELS, HEADS = 65536, 1024, 8
+WINDOWS = {512: (2, 4, 8, 16, 32, 128), 2048: (4, 16, 128), 8192: (4, 16, 32, 128, 512, 2048)}
+ROUNDS, BATCH_MS, SLOTS = 9, 20.0, 3
+STEP = Size(tokens=8192, batch=8, hidden=1024, layers=16, vocabulary=8000)
+GENERATED = (1024, 32768)  # texts so long
+NEW = 64
+
+
+def main() -> None:
+    options = parser_of(__doc__).parse_args()
+    if reason := cuda.device_reason(0):
+        raise UserError(f"nothing to measure: {reason}")
+    result = measured_by(options) | {"operator": []}
+    for tokens, windows in WINDOWS.items():
+        result["operator"].append(operator_row(tokens, windows))
+    result["step"] = steps()
+    result["generation"] = [generation_row(window) for window in (4, 128)]
+    save(result, table(result), options.output)
+    print(table(result))
+
+
+# ------------------------------------------------------------------------- the operator
+
+
+def operator_row(tokens: int, windows: tuple[int, ...]) -> dict:
+    """Milliseconds of forward and backward of x (TOKENS / tokens, tokens, CHANNELS), by window."""
+    torch.manual_seed(0)
+    shape = (TOKENS // tokens, tokens, CHANNELS)
+
+    def activations() -> list[Tensor]:
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(SLOTS)]
+
+    xs = [x.requires_grad_() for x in activations()]
+    dys, copies = activations(), activations()
+
+    def passes(slot: int, **weight: Tensor) -> list[Tensor]:
+        (parameter,) = weight.values()
+        y = triangular_conv(xs[slot], backend="cuda", **weight)
+        return [y.detach(), *torch.autograd.grad(y, [xs[slot], parameter], dys[slot])]
+
+    def copy(slot: int) -> None:
+        copies[slot].copy_(xs[slot].detach())
+        copies[slot].copy_(dys[slot])
+
+    calls = {"copies of x and dy": copy}
+    for window in (*windows, tokens):
+        lags = torch.randn(HEADS, 1, window, device="cuda", requires_grad=True)
+        name = "all lags" if window == tokens else f"window {window}"
+        calls[name] = lambda slot, lags=lags: passes(slot, lags=lags)
+    if tokens <= 512:
+        weight = torch.randn(HEADS, 1, tokens, tokens, device="cuda", requires_grad=True)
+        calls["full weight"] = lambda slot: passes(slot, weight=weight)
+    times = interleaved(calls, "cuda", SLOTS, ROUNDS, BATCH_MS)
+    print(tokens, {name: round(time["ms"], 4) for name, time in times.items()}, flush=True)
+    return {"tokens": tokens, "times": times}
+
+
+# ------------------------------------------------------------------------- a step
+
+
+def steps() -> dict[str, dict]:
+    """Milliseconds of a training step at STEP, with all lags and with a window."""
+    forms = {name: FORMS[name] for name in ("lags", "window")}
+    calls = {name: Step(form, STEP, "cuda", SharedMemory()) for name, form in forms.items()}
+    return interleaved(calls, "cuda", 1, 5, 400.0, hide_host=False)
+
+
+# ------------------------------------------------------------------------- generation
+
+
+def generation_row(window: int) -> dict:
+    """Milliseconds of a token, and bytes of the cache, after texts of each length in GENERATED."""
+    torch.manual_seed(0)
+    config = MaskedMixerConfig(
+        hidden_size=512,
+        num_hidden_layers=16,
+        max_position_embeddings=512,
+        num_mixer_heads=8,
+        mixing_weight="lags",
+        mixing_window=window,
+    )
+    model = MaskedMixerForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    row = {"window": window}
+    for length in GENERATED:
+        cache = MixingCache(config, static=True)
+        ids = torch.randint(1, config.vocab_size, (1, length), device="cuda")
+        row[str(length)] = {"ms": ms_a_token(model, ids, cache)}
+        row[str(length)]["cache_bytes"] = sum(kept.nbytes for kept in cache.kept.values())
+    return row
+
+
+@torch.no_grad()
+def ms_a_token(model: MaskedMixerForCausalLM, ids: Tensor, cache: MixingCache) -> float:
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    for count in (4, NEW):  # the first ones capture the step
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            logits = model(logits.argmax(-1), past_key_values=cache).logits
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / NEW
+
+
+# ------------------------------------------------------------------------- tables
+
+
+def table(result: dict) -> str:
+    rows = []
+    for row in result["operator"]:
+        of_all = row["times"]["all lags"]["ms"]
+        of_copies = row["times"]["copies of x and dy"]["ms"]
+        for name, time_of in row["times"].items():
+            ms = time_of["ms"]
+            cells = [f"{ms:.4f}", f"{ms / of_all:.3f}", f"{ms / of_copies:.2f}"]
+            rows.append([f"{row['tokens']} tokens, {name}", *cells])
+    head = ["forward and backward", "ms", "of all lags", "of copies"]
+    lags, window = (result["step"][name]["ms"] for name in ("lags", "window"))
+    generated = [
+        [f"window {row['window']}"]
+        + [f"{row[str(n)][key]:,.{digits}f}" for n in GENERATED for key, digits in MEASURED.items()]
+        for row in result["generation"]
+    ]
+    titles = [f"{title} after {n:,}" for n in GENERATED for title in ("ms a token", "cache bytes")]
+    return (
+        "\n\n".join(
+            [
+                "# Windows of the mixing weight",
+                f"{TOKENS:,} tokens x {CHANNELS} channels, {HEADS} heads, bf16.",
+                markdown(head, rows),
+                f"A step at {STEP.tokens} tokens, hidden size {STEP.hidden}, {STEP.layers} blocks, "
+                f"{STEP.batch * STEP.tokens:,} tokens: all lags {lags:.1f} ms, "
+                f"{FORMS['window'].what} {window:.1f} ms, {window / lags:.3f} of it.",
+                "Generation, one text, hidden size 512, 16 blocks, context 512, static cache:",
+                markdown(["", *titles], generated),
+                f"Measured on {origin(result)}.",
+            ]
+        )
+        + "\n"
+    )
+
+
+MEASURED = {"ms": 3, "cache_bytes": 0}  # of generation, and digits
+
+
+if __name__ == "__main__":
+    run_command(main)
