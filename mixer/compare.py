@@ -18,11 +18,13 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
+from mixer.common.files import as_path
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import open_study
-from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
+from mixer.models.architecture import TRANSFORMERS
+from mixer.models.config import OF_MIXERS, OF_TRANSFORMERS, ModelConfig
 from mixer.ops.plain import BACKENDS
 from mixer.training.config import flatten, load_config, read_override
 

@@ -33,7 +33,7 @@ def continuations(
         if not (prompt and is_plain_text(prompt)):
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
     device = choose_device("auto", "fp32")
-    sizes, lower = f"--new-tokens {new_tokens}", "Give a smaller --new-tokens, or a shorter prompt"
+    sizes, lower = f"--new-tokens {new_tokens}", "Give a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
         model, tokenizer = load_checkpoint(settled(checkpoint), device)
         encode = text_encoder(tokenizer)

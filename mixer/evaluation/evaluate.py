@@ -139,10 +139,12 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     place = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
-    lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
     is_half = options.dtype != "fp32"
+    lower = [*["a smaller --batch-size"] * (options.batch_size > 1), "a smaller --window"]
+    lower += [] if is_half else ["--dtype bf16"]
     how = {"dtype": TYPES[options.dtype] if is_half else None, "enabled": is_half}
-    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, lower):
+    remedy = f"Give {' or '.join(lower)}"
+    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, remedy):
         # Each weight is used once in a forward pass: copies of all would only take memory.
         with torch.autocast(place[0].type, cache_enabled=False, **how):
             return _evaluate(options, place)

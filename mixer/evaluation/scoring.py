@@ -179,9 +179,10 @@ def find_partners(model: PreTrainedModel, pairs: PairFile, batch_size: int, plac
         return torch.stack([text_vectors(model, texts) for texts in sides])
 
     count = min(len(pairs), MOST_PAIRS)
-    vectors = pair_vectors(embed, pairs, count, batch_size, place)
+    vectors, keys = pair_vectors(embed, pairs, count, batch_size, place)
     if place[2] > 1:
         torch.distributed.all_reduce(vectors)
+        torch.distributed.all_reduce(keys)
     if not vectors.isfinite().all():
         raise UserError("the vectors are not finite: use --dtype fp32")
-    return {"pairs": count} | top1(*vectors)
+    return {"pairs": count} | top1(*vectors, keys)

@@ -9,10 +9,12 @@ import yaml
 from runs import ROOT
 
 from mixer.common.errors import UserError
-from mixer.models.architecture import model_config
+from mixer.models.architecture import MODELS, model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.ops import BACKENDS
 from mixer.train import main
-from mixer.training.config import RunConfig, flatten, load_config
+from mixer.training.config import OPTIONS, RunConfig, flatten, load_config
+from mixer.training.optim import OPTIMIZERS
 from mixer.training.start import save_config
 
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/author").glob("*.yaml")])
@@ -28,6 +30,15 @@ def test_each_shipped_configuration_builds_its_model(path):
     assert model.config.max_position_embeddings == run.model.max_position_embeddings
     assert run.name in (path.stem, f"author-{path.stem}")
     assert run.logging.tracker == "none"  # nothing leaves the machine unless asked
+
+
+def test_each_name_that_an_option_allows_has_what_it_names():
+    """Their modules take seconds to import, so that the configuration has the names itself."""
+    assert OPTIONS["optim.name"].metadata["choices"].keys() == OPTIMIZERS.keys()
+    assert all(OPTIMIZERS.values())
+    assert OPTIONS["model.architecture"].metadata["choices"] == tuple(MODELS)
+    assert OPTIONS["model.mixing_backend"].metadata["choices"] == BACKENDS
+    assert all(kind.config_class.model_type == name for name, kind in MODELS.items())
 
 
 def test_every_problem_is_reported_at_once(tmp_path):
