@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from mixer.checkpoints import pretrained
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import check_new, check_writable, whole_file
+from mixer.common.files import as_path, check_new, check_writable, whole_file
 from mixer.data.tokenizer import existing_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv
@@ -46,15 +46,20 @@ def convert(source: Path, output: Path, named: str | None, mixing: str | None = 
 
 def convert_back(source: Path, output: Path) -> None:
     """Writes the weights of a checkpoint directory as a file for the reference implementation."""
+    _check_new_file(output)
+    check_writable(output.parent)
+    weights = to_reference(pretrained.load_masked_mixer(source))
+    with whole_file(output) as stage:
+        _check_new_file(output)  # another process may have written it
+        save_file(weights, stage, metadata={"format": "pt"})
+    print(f"wrote {output}")
+
+
+def _check_new_file(output: Path) -> None:
     if output.exists() or output.suffix != ".safetensors":
         raise UserError(
             f"--output is {output}; with --back give a .safetensors file that does not exist yet"
         )
-    check_writable(output.parent)
-    weights = to_reference(pretrained.load_masked_mixer(source))
-    with whole_file(output) as stage:
-        save_file(weights, stage, metadata={"format": "pt"})
-    print(f"wrote {output}")
 
 
 def convert_mixing(source: Path, output: Path, form: str) -> None:
@@ -86,7 +91,7 @@ def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
     add, one = parser.add_argument, parser.add_mutually_exclusive_group()
     add("source", type=pretrained.settled, help="the author's .safetensors file, or a checkpoint")
-    add("--output", type=Path, required=True, help="a new directory; a new file with --back")
+    add("--output", type=as_path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name; saved too")
     one.add_argument("--back", action="store_true", help="write a file for the author's code")
     one.add_argument("--mixing-weight", choices=["full", "lags"], help="write weights of this form")

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCardData
 from mixer.checkpoints.checkpoint import earlier_settings, read_trainer
 from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled, write_new
 from mixer.common.errors import command_parser, run_command
-from mixer.common.files import check_new
+from mixer.common.files import as_path, check_new
 from mixer.common.hardware import TYPES
 from mixer.common.values import as_yaml
 from mixer.data.tokenizer import read_tokenizer
@@ -124,7 +124,7 @@ def main() -> None:
     parser = command_parser("mixer.export", __doc__)
     add = parser.add_argument
     add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
-    add("--output", type=Path, required=True, metavar="DIR", help="new; its name is the model's")
+    add("--output", type=as_path, required=True, metavar="DIR", help="new; its name is the model's")
     add("--license", required=True, metavar="NAME", help="the model's license, for the card")
     add("--dtype", choices=TYPES, default="fp32", help="type of the weights; default: fp32")
     options = parser.parse_args()

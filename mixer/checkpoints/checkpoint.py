@@ -41,6 +41,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.common.errors import NotFinite, Say, UserError
 from mixer.common.files import (
+    as_path,
     as_system_error,
     flush,
     has_sha256,
@@ -51,6 +52,7 @@ from mixer.common.files import (
     sha256,
 )
 from mixer.common.terminal import counted
+from mixer.common.values import shape_problem
 from mixer.distributed.world import World
 from mixer.models.auto import causal_class
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -61,6 +63,9 @@ TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
 MODULES = "modules.json"
+# Of trainer.json, which commands read beyond the numbers that each needs.
+OF_TRAINER = {"settings": {"data": {str: object}, str: object}, "earlier": {str: {str: object}}}
+OF_TRAINER |= {str: object}
 REMEDY = "copy the checkpoint again, or give another one"
 # Files that nothing loads, and that may be added to a checkpoint.
 UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
@@ -85,8 +90,13 @@ def read_trainer(checkpoint: Path, **needed: Any) -> dict[str, Any]:
     be read, or lacks what every command or the caller needs, of these types.
     """
     file = checkpoint / TRAINER
+    if not file.is_file():
+        return {}
     needed |= {"step": int, "tokens": int, "data_directory": str}
-    return read_json(file, REMEDY, required=needed) if file.is_file() else {}
+    values = read_json(file, REMEDY, required=needed)
+    if problem := shape_problem(values, OF_TRAINER, TRAINER):
+        raise UserError(f"{file} is damaged ({problem}): {REMEDY}")
+    return values
 
 
 def earlier_settings(earlier: dict[str, dict[str, Any]]) -> list[str]:
@@ -127,7 +137,7 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
     Raises UserError if the run has newer checkpoints than the named one, and if none can be used.
     """
-    candidates, named = all_checkpoints(directory)[::-1], Path(resume)  # the newest first
+    candidates, named = all_checkpoints(directory)[::-1], as_path(resume)  # the newest first
     if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
         say(f"{directory} has checkpoints of its own: continuing from these, not from {resume}")
     elif resume != "auto":

@@ -14,11 +14,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.common.options import is_plain_text
 from mixer.common.values import shape_problem
 
-STAGE = ".partial-"  # the names of what is being written begin with this
+STAGE = ".partial-"  # the names of what is being written begin with this; then HOST@NAME
 # The umask can only be read by setting it, which affects all threads: once, at the import.
 UMASK = os.umask(0o077)
 os.umask(UMASK)
@@ -27,6 +29,8 @@ LIST = re.compile(r"\[(?:[^\[\]{}]|\[[^\[\]{}]*\])*\]")
 LARGE = 2e9  # bytes; hashing them takes noticeable time
 # How network file systems and FUSE answer calls that they do not support.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}
+# Options of Lustre and NFS by which a lock is this host's alone.
+LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 
 @contextmanager
@@ -91,14 +95,16 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
     """Yields a temporary path beside `place`, under a lock. If the block fails, nothing of it
     stays, and a system error becomes a UserError about `output`.
     """
-    # The host is in the name because locks do not reach across machines on every file system.
-    stage = place.with_name(f"{STAGE}{socket.gethostname()}-{place.name}")
+    # The host is in the name because not every file system has locks that reach other hosts.
+    stage = place.with_name(f"{STAGE}{socket.gethostname()}@{place.name}")
     lock = place.with_name(f"{STAGE}{place.name}.lock")
     waiting = f"waiting for another process, which writes {output} ({lock} is its lock)"
     try:
-        with locked(lock, lambda: say_on_stderr(waiting)):
+        with locked(lock, lambda: say_on_stderr(waiting)) as is_alone:
             try:
-                remove(stage)  # left behind by a killed process
+                for path in _stages_of(place):  # left behind by killed processes
+                    if path == stage or (is_alone and _locks_reach_all_hosts(place)):
+                        remove(path)
                 yield stage
             finally:
                 remove(stage)
@@ -110,6 +116,22 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
             f"{output} could not be written ({system}) and is unchanged: fix the cause, then run "
             "the same command again"
         ) from error
+
+
+def _stages_of(place: Path) -> list[Path]:
+    """The temporary paths beside a place that become it, of all hosts."""
+    stages = place.parent.glob(f"{STAGE}*@*")
+    return [path for path in stages if path.name.partition("@")[2] == place.name]
+
+
+def _locks_reach_all_hosts(path: Path) -> bool:
+    """Whether other hosts that share a path's file system see its locks, as far as is known."""
+    mounts = psutil.disk_partitions(all=True)
+    above = [mount for mount in mounts if path.resolve().is_relative_to(mount.mountpoint)]
+    mount = max(above, key=lambda mount: len(mount.mountpoint), default=None)
+    if mount is None:
+        return True
+    return not (mount.fstype.startswith("fuse") or LOCAL_LOCKS.intersection(mount.opts.split(",")))
 
 
 def as_system_error(error: BaseException) -> BaseException:
@@ -153,17 +175,19 @@ _warn = functools.cache(say_on_stderr)  # once
 
 
 @contextmanager
-def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def locked(file: Path, waiting: Callable[[], None]) -> Iterator[bool]:
     """Holds an exclusive lock on a file, which the system drops when this process dies. The file
-    and missing directories are created, and removed in the end, the directories if empty.
+    and missing directories are created, and removed in the end, the directories if empty. Yields
+    whether there is a lock: not every file system has them.
 
     `waiting` is called before this process waits for another one that holds the lock.
     """
     missing = [path for path in file.parents if not path.exists()]
     try:
-        with _open_locked(file, waiting):
+        opened, is_locked = _open_locked(file, waiting)
+        with opened:
             try:
-                yield
+                yield is_locked
             finally:
                 file.unlink(missing_ok=True)
     finally:
@@ -172,12 +196,13 @@ def locked(file: Path, waiting: Callable[[], None]) -> Iterator[None]:
                 directory.rmdir()
 
 
-def _open_locked(file: Path, waiting: Callable[[], None]) -> IO:
+def _open_locked(file: Path, waiting: Callable[[], None]) -> tuple[IO, bool]:
     otherwise = "do not start the same command twice, as the two would not see each other"
     while True:
-        opened = _open_new(file)
+        opened, is_locked = _open_new(file), True
         try:
-            if_supported(otherwise, fcntl.flock, opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
+            is_locked = if_supported(otherwise, fcntl.flock, opened, exclusive)
         except BlockingIOError:
             waiting()
             fcntl.flock(opened, fcntl.LOCK_EX)
@@ -185,7 +210,7 @@ def _open_locked(file: Path, waiting: Callable[[], None]) -> IO:
         # renames an open file that is removed.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(opened.fileno()), os.stat(file)):
-                return opened
+                return opened, is_locked
         opened.close()
 
 
@@ -198,11 +223,13 @@ def _open_new(file: Path) -> IO:
     return open(file, "a")  # which says what is wrong
 
 
-def run_locked(directory: Path) -> AbstractContextManager[None]:
+def run_locked(directory: Path) -> AbstractContextManager[bool]:
     """Creates a run's directory and holds its lock. A run that writes nothing leaves nothing.
 
-    Raises UserError if another process trains the run, such as one that outlived its launcher.
+    Raises UserError if nothing can be written there, and if another process trains the run, such
+    as one that outlived its launcher.
     """
+    check_writable(directory, "output_dir")
 
     def refuse() -> None:
         raise UserError(
@@ -213,7 +240,43 @@ def run_locked(directory: Path) -> AbstractContextManager[None]:
     return locked(directory / ".lock", refuse)
 
 
+# ------------------------------------------------------------------------- what options name
+
+
+def as_path(name: str | Path) -> Path:
+    """The path that an option of a command or a configuration names. All of them are read here.
+
+    ~ is the home directory: no shell expands it in YAML, or after an equals sign. Raises UserError
+    for a user that there is not, and a name that is not UTF-8 text, which some libraries cannot
+    open.
+    """
+    if not is_plain_text(str(name)):
+        raise UserError(f"{str(name)!r} is not UTF-8 text: rename it, or name its folder")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        problem = f"{name}: there is no home directory of {Path(name).parts[0]}"
+        raise UserError(f"{problem}; give the whole path, or ./{name} for what is here") from None
+
+
 # ------------------------------------------------------------------------- where results go
+
+
+def results_locked(output: Path) -> AbstractContextManager[None]:
+    """Holds the lock of a command's results, a file or a directory, while the command works. What
+    `whole_file` and `whole_directory` take is held while they write, and another one.
+
+    Raises UserError if another command works on the same results, one of which would be lost.
+    """
+
+    def refuse() -> None:
+        raise UserError(
+            f"{output} is being written by another command: wait for it, or choose another --output"
+        )
+
+    place = Path(os.path.realpath(output))
+    place = place / place.name if place.is_dir() else place  # which may be a mounted disk
+    return locked(place.with_name(f"{STAGE}{place.name}.results"), refuse)
 
 
 def check_new(output: Path) -> None:
@@ -227,11 +290,12 @@ def check_new(output: Path) -> None:
     check_writable(output)
 
 
-def check_writable(directory: Path) -> None:
-    """Raises UserError if results cannot be written to `directory`. It creates nothing: call it
-    before hours of work.
+def check_writable(directory: Path, option: str = "--output") -> None:
+    """Raises UserError if nothing can be written to `directory`, which `option` names. It creates
+    nothing: call it before hours of work.
     """
-    places = (directory.absolute(), *directory.absolute().parents)
+    directory = directory.absolute()
+    places = (directory, *directory.parents)
     existing = next(path for path in places if os.path.lexists(path))
     problem = ""
     if not is_plain_text(str(directory)):  # some libraries cannot write there
@@ -244,7 +308,7 @@ def check_writable(directory: Path) -> None:
         problem = f"{checkpoint} is a checkpoint, and other files would make it unusable"
     if problem:
         shown = repr(str(directory))
-        raise UserError(f"results cannot go to {shown}: {problem}; choose another --output")
+        raise UserError(f"nothing can be written to {shown}: {problem}; choose another {option}")
 
 
 def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "") -> Path:
@@ -302,7 +366,7 @@ def cache_home() -> Path:
     a home, as in some containers.
     """
     if named := os.environ.get("MIXER_CACHE"):
-        return Path(named)
+        return as_path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixer"
 
 

@@ -2,6 +2,7 @@
 
 config      the settings, and the manifest that prepared data has
 sources     where documents come from: files, or a hub dataset
+decoding    text from the bytes of a file
 tokenizer   trained on them, or an existing one
 samples     prepared data as samples, or pairs of texts, their order, and batches read ahead
 tasks       samples of random tokens that show what a model can do, without text or files

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mixer.common.errors import UserError
-from mixer.common.files import STAGE, has_sha256, read_json
+from mixer.common.files import STAGE, as_path, check_writable, has_sha256, read_json
 from mixer.common.options import has_type, option, option_problems
 
 SPLITS = ("train", "validation")
@@ -111,7 +111,7 @@ def check(config: DataConfig) -> None:
         if config.validation_split and config.validation_split == config.split:
             problems.append(f"data.split and data.validation_split are both {config.split!r}")
         other = config.validation_split or config.split != DataConfig.split
-        if source == "hub" and other and Path(config.path, "state.json").is_file():
+        if source == "hub" and other and (as_path(config.path) / "state.json").is_file():
             said = "leave out data.split and data.validation_split"
             problems.append(f"{config.path} has no splits: {said}")
     if problems:
@@ -207,15 +207,16 @@ def fingerprint(values: dict) -> str:
 
 
 def existing_data(config: DataConfig) -> Manifest | None:
-    """The manifest of `config.directory`, of data with these settings; None if nothing is there.
-    Raises UserError for anything else that is there, and for settings that cannot work.
+    """The manifest of `config.directory`, of data with these settings; None if nothing is there,
+    and data can be written. Raises UserError for all else, and for settings that cannot work.
     """
     check(config)
-    directory = Path(config.directory)
+    directory = as_path(config.directory)
     if not (directory / "manifest.json").is_file():
         others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
         if directory.is_file() or any(others):
             raise UserError(f"data.directory {directory} holds other files; choose another one")
+        check_writable(directory, "data.directory")
         return None
     manifest = Manifest.load(directory)
     wanted = asdict(DataConfig()) | recorded_settings(config)

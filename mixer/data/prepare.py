@@ -5,7 +5,8 @@ A directory of prepared data appears when it is complete, so a process that is k
 that could be taken for prepared data. It holds
 
 train.bin         token ids, uint16 (uint32 above 65536 tokens), each document followed by EOS
-train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included)
+train.docs.bin    where each document ends in train.bin (uint64, exclusive, EOS included); of a
+                  pair, where its query does, and where its target does
 validation.bin, validation.docs.bin
 tokenizer/        what AutoTokenizer.from_pretrained reads
 manifest.json     settings, counts and hashes
@@ -17,27 +18,30 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError, end_with_parent
-from mixer.common.files import sha256, whole_directory
+from mixer.common.files import as_path, sha256, whole_directory
 from mixer.data import tokenizer as tokenizing
 from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
 from mixer.data.samples import PairFile, TokenFile
 from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
 from mixer.data.tasks import TaskSamples, open_task
 
-BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last document
+BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
+LEAST_HELD_OUT = 10_000  # characters of a single document, unless these are above a tenth of it
 REPORT_SECONDS = 5.0
 
 
@@ -49,7 +53,7 @@ class Data:
     training: TokenFile | TaskSamples
     validation: TokenFile | TaskSamples
     tokenizer: PreTrainedTokenizerFast
-    token_bytes: np.ndarray  # (vocabulary,): of the text that each token stands for
+    text_bytes: tokenizing.TextBytes  # of validation's text
 
 
 def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say = print) -> Data:
@@ -58,16 +62,20 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     """
     if config.source in TASKS:
         manifest, splits, tokenizer = open_task(config, context)
+        text_bytes = tokenizing.TextBytes(tokenizer)
     else:
-        manifest, tokenizer = prepare(config), tokenizing.load_tokenizer(config.directory)
+        manifest, directory = prepare(config), as_path(config.directory)
+        tokenizer = tokenizing.load_tokenizer(directory)
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         kind = PairFile if as_pairs else TokenFile
-        splits = [kind(config.directory, split, context) for split in SPLITS]
+        splits = [kind(directory, split, context) for split in SPLITS]
+        size = manifest.splits["validation"].bytes
+        text_bytes = tokenizing.TextBytes(tokenizer, [splits[1].tokens], size)
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return Data(manifest, *splits, tokenizer, tokenizing.token_bytes(tokenizer))
+    return Data(manifest, *splits, tokenizer, text_bytes)
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
@@ -80,28 +88,32 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
     # Prepared data can be used where nothing can be written, so it takes no lock.
     if (manifest := existing_data(config)) is not None:
         return manifest
-    with whole_directory(Path(config.directory).absolute()) as stage:
+    with whole_directory(as_path(config.directory).absolute()) as stage:
         return existing_data(config) or _write(config, stage, say)
 
 
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
-    corpus, are_pairs = Corpus(config), bool(config.pair_field)
+    are_pairs = bool(config.pair_field)
+    with time_told("reading the text", say):
+        corpus = Corpus(config)
     training = (document for split, document in corpus.documents() if split == "train")
     texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        sample = tokenizing.training_sample(texts)
-        tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
+        with time_told("training the tokenizer", say):
+            sample = tokenizing.training_sample(texts)
+            tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
-        tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
-        loses = tokenizing.loss_of_text(tokenizer, texts)
+        with time_told("reading the tokenizer, and a sample of the text", say):
+            tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
+            loses = tokenizing.loss_of_text(tokenizer, texts)
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = tokenizing.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
     vocab_size = tokenizing.vocabulary_size(tokenizer)
     dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
-    encode, batches = _encoder(tokenizer, dtype, are_pairs), _batches(corpus.documents(say))
+    encode, batches = _encoder(tokenizer, dtype), _batches(corpus.documents(say), are_pairs)
     values = {
         "dtype": dtype.name,
         "vocab_size": vocab_size,
@@ -115,6 +127,27 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
+
+
+@contextmanager
+def time_told(what: str, say: Say) -> Iterator[None]:
+    """Says every REPORT_SECONDS for how long `what` is going on, by a thread: nothing inside may
+    fork, as a child has no thread to release what this one holds.
+    """
+    began, ended = time.perf_counter(), threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(REPORT_SECONDS):
+            with suppress(OSError):  # nobody reads the output
+                say(f"{what}: {time.perf_counter() - began:.0f} s so far")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Corpus:
@@ -134,18 +167,21 @@ class Corpus:
         files = [(part.file, part.file.stat()[1:3]) for part in self.training if part.file]
         held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
         if common := [file for file, place in files if place in held_out]:
-            both = f"{common[0]} belongs to both data.path and data.validation_path"
-            raise UserError(f"{both}: name different files in one of them")
-        splits = (split for split, _ in self.documents())
-        first = next(splits)
-        if all(split == first for split in splits):
+            problem = f"{common[0]} belongs to both data.path and data.validation_path"
+            raise UserError(f"{problem}: name different files in one of them")
+        self.is_one = False  # document, of which the end is held out
+        both = self.documents()
+        first, document = next(both)
+        if all(split == first for split, _ in both):
             text = config.path or f"the text of data.source={config.source}"
             if first == "validation":
                 held = f"data.validation_documents = {config.validation_documents}"
                 raise UserError(f"{held} leaves no document of {text} for training: lower it")
-            problem = f"{text} has 1 document (copies count once), and validation needs another"
-            remedy = "add files, or give data.validation_path (hub: data.validation_split)"
-            raise UserError(f"{problem}: {remedy}")
+            if config.pair_field or len(document) < 2:
+                problem = f"{text} has 1 document (copies count once), and validation needs another"
+                remedy = "add files, or give data.validation_path (hub: data.validation_split)"
+                raise UserError(f"{problem}: {remedy}")
+            self.is_one = True
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text, and how
@@ -153,8 +189,16 @@ class Corpus:
 
         A share is held out by a hash of the text, so a document keeps its split when the corpus
         grows or is reordered, and copies land in the same split. Neither split is empty: the first
-        document is for training, and the next that is no copy of it for validation.
+        document is for training, and the next that is no copy of it for validation. If there is
+        only one, the end of it is held out, and said.
         """
+        if self.is_one:
+            (text,) = deque(documents(self.training, self.config, say=say), maxlen=1)
+            start = start_of_end(text, self.config.validation_fraction)
+            held_out = f"{len(text) - start:,} of its {len(text):,} characters"
+            say(f"there is one document: its end is for validation, {held_out}")
+            yield from (("train", text[:start]), ("validation", text[start:]))
+            return
         first, other, validation, copies = None, None, set(), 0
         if self.validation:
             for text in documents(self.validation, self.validation[0].config, say=say):
@@ -180,11 +224,26 @@ class Corpus:
             say(f"{copies:,} training documents are {what}: remove them from either text")
 
 
-Documents = list[tuple[str, str]]  # (split, document) of each
+def start_of_end(text: str, share: float) -> int:
+    """Where the end of a text starts that is held out: a share of it, or, of a short text, up to a
+    tenth, to have some samples. If there is a line's end nearby, it starts behind that.
+    """
+    size = max(1, int(share * len(text)), min(len(text) // 10, LEAST_HELD_OUT))
+    start = len(text) - size
+    return text.rfind("\n", max(1, start - size), start) + 1 or start
+
+
+class Piece(NamedTuple):
+    """A part of a text that is tokenized at a time, so that a huge text becomes several jobs."""
+
+    split: str
+    before: str  # the text's last character before it; "" where it is the first
+    text: str
+    closes: str  # "text" where it is the last, "document" also of the document, else ""
 
 
 def _write_tokens(
-    batches: Iterable[Documents], encode: Callable, workers: int, directory: Path, say: Say
+    batches: Iterable[list[Piece]], encode: Callable, workers: int, directory: Path, say: Say
 ) -> dict[str, Counter]:
     """Writes the token files, and returns what the manifest says of each split."""
     counts = {name: Counter() for name in SPLITS}
@@ -194,10 +253,11 @@ def _write_tokens(
         files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
         # closing ends the workers, also where writing fails
         encoded = opened.enter_context(closing(results(encode, batches, workers)))
-        for split, tokens, count in itertools.chain.from_iterable(encoded):
+        for split, closes, tokens, count in itertools.chain.from_iterable(encoded):
             counts[split].update(count)
             files[f"{split}.bin"].write(tokens)
-            files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
+            if closes:
+                files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
                 say(_report("tokenised so far", counts, said - began))
@@ -208,9 +268,10 @@ def _write_tokens(
             f"validation has {validation:,} tokens, and training {training:,}: for another split, "
             "add text or give another data.validation_path, with another data.directory"
         )
-    for split, count in counts.items():
-        count["tokens_sha256"] = sha256(directory / f"{split}.bin")
-        count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
+    with time_told("hashing the token files", say):
+        for split, count in counts.items():
+            count["tokens_sha256"] = sha256(directory / f"{split}.bin")
+            count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
     return counts
 
 
@@ -223,33 +284,43 @@ def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
     )
 
 
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[Documents]:
+def _batches(documents: Iterable[tuple[str, str]], are_pairs: bool) -> Iterator[list[Piece]]:
+    """The pieces of all documents, BATCH_CHARACTERS or the next few more at a time."""
     batch, size = [], 0
     for split, document in documents:
-        batch.append((split, document))
-        size += len(document)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
+        texts = texts_of(document, are_pairs)
+        for number, text in enumerate(texts, 1):
+            end = "document" if number == len(texts) else "text"
+            for start, piece in tokenizing.pieces(text):
+                closes = end if start + len(piece) == len(text) else ""
+                batch.append(Piece(split, text[max(start - 1, 0) : start], piece, closes))
+                size += len(piece)
+                if size >= BATCH_CHARACTERS:
+                    yield batch
+                    batch, size = [], 0
     yield batch
 
 
 def _encoder(
-    tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, are_pairs: bool
-) -> Callable[[Documents], list[tuple[str, bytes, Counter]]]:
-    """A function from a batch to (split, tokens, counts) of each document. EOS ends each text."""
-    encode = tokenizing.token_encoder(tokenizer.backend_tokenizer.to_str(), dtype)
+    tokenizer: PreTrainedTokenizerFast, dtype: np.dtype
+) -> Callable[[list[Piece]], list[tuple[str, str, bytes, dict[str, int]]]]:
+    """A function from a batch to (split, what it closes, tokens, counts) of each piece. EOS ends
+    each text.
+    """
+    encode = tokenizing.piece_encoder(tokenizer)
     eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
 
-    def encode_document(document: str) -> tuple[bytes, Counter]:
-        tokens, counts = b"", Counter(documents=1)
-        for text in texts_of(document, are_pairs):
-            tokens += b"".join((*map(encode, tokenizing.pieces(text)), eos))
-            counts.update(bytes=len(text.encode()), words=len(text.split()))
-        counts["tokens"] = len(tokens) // len(eos)
-        return tokens, counts
+    def encode_piece(piece: Piece) -> tuple[str, str, bytes, dict[str, int]]:
+        tokens = encode(piece.text, bool(piece.before)).astype(dtype).tobytes()
+        tokens += eos if piece.closes else b""
+        words = len(piece.text.split())
+        if piece.before.strip() and piece.text[:1].strip():  # a word that begins in the last piece
+            words -= 1
+        counts = {"documents": int(piece.closes == "document"), "words": words}
+        counts |= {"bytes": len(piece.text.encode()), "tokens": len(tokens) // len(eos)}
+        return piece.split, piece.closes, tokens, counts
 
-    return lambda batch: [(split, *encode_document(document)) for split, document in batch]
+    return lambda batch: [encode_piece(piece) for piece in batch]
 
 
 def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:

@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -43,23 +42,32 @@ class TokenFile:
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
         self.files = {kind: open(f"{self.path}.{kind}", "rb") for kind in ("bin", "docs.bin")}
+        numbers = os.fstat(self.files["docs.bin"].fileno()).st_size // 8
+        self.texts = numbers // self.counts.documents  # of a document: one, or two of a pair
         self.samples_before = self._samples_before()
         if not len(self):
             raise UserError(
                 f"the {split} split of {directory} has {self.counts.tokens} tokens, but a context "
                 f"of {context} needs at least {context + 1} (a pair of passages: a document of "
-                f"{2 * context}); choose a shorter context, or more text for this split, with "
-                "another data.directory"
+                f"{2 * context}); choose a shorter context, or more text for this split (a larger "
+                "data.validation_fraction), with another data.directory"
             )
 
-    @cached_property
+    @property
     def tokens(self) -> np.ndarray:
-        """All of the file, memory-mapped."""
-        return np.memmap(f"{self.path}.bin", self.dtype, "r")
+        """All of the split, in memory."""
+        return self.read(0, self.counts.tokens)
 
     def document_ends(self) -> np.ndarray:
         """(documents,) int64: where each document ends in the file, EOS included."""
-        return np.fromfile(f"{self.path}.docs.bin", "<i8")
+        return self.text_ends(0, self.counts.documents)[:, -1]
+
+    def text_ends(self, first: int, last: int) -> np.ndarray:
+        """(last - first, texts) int64: where the texts of documents [first, last) end, EOS
+        included: query and target of a pair, otherwise the document alone.
+        """
+        ends = self.read(first * self.texts, last * self.texts, "docs.bin")
+        return ends.reshape(-1, self.texts)
 
     def _samples_before(self) -> np.ndarray:
         """(documents + 1,): the samples before each document, and all. Packed text is one."""
@@ -98,16 +106,30 @@ class TokenFile:
         number = index - int(self.samples_before[document])
         if len(self.samples_before) == 2:  # packed, or indeed one document
             return 0, self.counts.tokens, number
-        ends = self.read(max(document - 1, 0), document + 1, "docs.bin")
+        ends = self.text_ends(max(document - 1, 0), document + 1)[:, -1]
         return int(ends[0]) if document else 0, int(ends[-1]), number
 
     def read(self, start: int, end: int, kind: str = "bin") -> np.ndarray:
-        """Tokens [start, end), or where these documents end. Not through a memory map, whose pages
-        would count as this process's memory.
+        """Numbers [start, end) of a file of the split: tokens, or where texts end. Not through a
+        memory map: its pages would count as this process's memory, and those of a file that is cut
+        would end it without a word.
+
+        Raises UserError if the file no longer has them, which was whole when it was opened.
         """
-        dtype = self.dtype if kind == "bin" else np.dtype("<u8")
-        size, file = dtype.itemsize, self.files[kind].fileno()
-        return np.frombuffer(os.pread(file, (end - start) * size, start * size), dtype)
+        numbers = np.empty(end - start, self.dtype if kind == "bin" else "<i8")
+        left, place = numbers.view(np.uint8), start * numbers.itemsize
+        try:
+            while len(left):  # the system reads at most 2 GB at a time
+                count = os.preadv(self.files[kind].fileno(), [left], place)
+                if not count:
+                    raise OSError("it is shorter now")
+                left, place = left[count:], place + count
+        except OSError as error:
+            raise UserError(
+                f"{self.path}.{kind} can no longer be read ({error}): restore it, or delete its "
+                "folder to prepare again, and run the same command again"
+            ) from None
+        return numbers
 
 
 class PairFile(TokenFile):
@@ -116,6 +138,9 @@ class PairFile(TokenFile):
     Prepared with data.pair_field, a document is a pair: query, EOS, target, EOS. Others are cut
     into passages of `context` tokens, of which the first and second are a pair, the third and
     fourth, and so on; the rest at the end of a document is in none.
+
+    Raises UserError for a pair of data prepared by an earlier version, which did not record where a
+    query ends, if not only its end has an EOS.
     """
 
     def _samples_before(self) -> np.ndarray:
@@ -139,8 +164,15 @@ class PairFile(TokenFile):
         start, end, number = self.document_of(index)
         if self.are_rows:
             tokens = self.read(start, end - 1)
-            middle = int((tokens == self.manifest.eos_token_id).argmax())
-            return tokens[:middle], tokens[middle + 1 :]
+            middles = self.text_ends(index, index + 1)[0, :-1] - start - 1
+            if not len(middles):
+                middles = np.flatnonzero(tokens == self.manifest.eos_token_id)
+            if len(middles) != 1:
+                raise UserError(
+                    f"a pair in {self.path}.bin has an EOS inside of a text: give another "
+                    "data.directory, to prepare it by this version, which records where texts end"
+                )
+            return tokens[: middles[0]], tokens[middles[0] + 1 :]
         start += 2 * self.context * number
         tokens = self.read(start, start + 2 * self.context)
         return tokens[: self.context], tokens[self.context :]

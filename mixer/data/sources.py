@@ -24,18 +24,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mixer.common.errors import Say, UserError, first_line, say_on_stderr
-from mixer.common.files import sha256
+from mixer.common.files import as_path, sha256
 from mixer.data.config import DataConfig
+from mixer.data.decoding import decoded
 
 BETWEEN = "\0"  # the two texts of a pair; the first one has no such character
 MOST_MISSING = 0.1  # share of rows without the text field; with more, it is no field of all rows
+MOST_BINARY = 0.5  # share of files that are no text; with more, another folder may be meant
 FIRST_ROWS = 1000  # without a text in so many, a corpus is refused before it is read to its end
 LEFT_OUT_OF_BUILTIN = {"site-packages", "dist-packages", "__pycache__"}
-# What to do about a row that cannot be read.
-REMEDY = (
-    "correct it (iconv makes text UTF-8), copy the file again if it is cut short, or give another "
-    "data.text_field (eval.py: --text-field)"
-)
+# What to do about a row that cannot be read, by the error's type.
+REMEDIES = {
+    json.JSONDecodeError: "each line must hold an object, or the file one list of objects: jq -c . "
+    "FILE writes an object on a line; if it is cut short, copy it again",
+    UnicodeDecodeError: "convert it with iconv",
+    Exception: "correct it, copy the file again if it is cut short, or give another "
+    "data.text_field (eval.py: --text-field)",
+}
+WIDE_WINDOW = "too much memory for decoding"  # what the zstd library says
+WIDE_REMEDY = "its window is above 128 MiB: zstd -d --long=31 FILE, and give what that writes"
 HUB_REMEDY = "give the dataset's exact names, with a network; for .zst pip install backports.zstd"
 
 
@@ -70,13 +77,18 @@ def documents(
     parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
     """The documents of the parts, the first `max_documents` of them. An empty text is none, nor is
-    white space, except with `blank`. Says at the end how many rows have no text.
+    white space, except with `blank`. Says at the end how many rows have no text, and how many files
+    are none.
 
-    Raises UserError for what cannot be read, too many rows without text, and no document.
+    Raises UserError for what cannot be read, too many of these rows or files, and no document.
     """
-    found, missing, fields = 0, 0, []
+    found, missing, fields, binary = 0, 0, [], []
     for text in itertools.chain.from_iterable(map(part_texts, parts)):
-        if isinstance(text, list):  # a row without text: its fields
+        if isinstance(text, Path):  # a file that is no text
+            binary.append(text)
+            if len(binary) == FIRST_ROWS and not found:
+                break
+        elif isinstance(text, list):  # a row without text: its fields
             missing, fields = missing + 1, fields or text
             if missing == FIRST_ROWS and not found:
                 break
@@ -86,6 +98,13 @@ def documents(
                 break
             found += 1
             yield text
+    if binary:
+        share = f"{len(binary):,} of {found + len(binary):,} files of {config.path}"
+        left_out = f"{share} are no text, such as {binary[0]}"
+        if len(binary) > MOST_BINARY * (found + len(binary)):
+            glob_of_texts = "give a glob of the texts, such as data.path='FOLDER/**/*.txt'"
+            raise UserError(f"{left_out}; at most {MOST_BINARY:.0%} may be none: {glob_of_texts}")
+        say(f"left out: {left_out}")
     if not found + missing:
         raise UserError(f"the corpus is empty: no document with text in {config.path}")
     names = " or ".join(map(repr, filter(None, (config.text_field, config.pair_field))))
@@ -100,25 +119,32 @@ def documents(
         say(f"left out: {left_out} {names}")
 
 
-def part_texts(part: Part) -> Iterator[str | list[str]]:
-    """The text of each row or file of a part; of a row that lacks it, the names of its fields."""
+def part_texts(part: Part) -> Iterator[str | list[str] | Path]:
+    """The text of each row or file of a part; of a row that lacks it, the names of its fields, of
+    a file that is no text, its path.
+    """
     number, config = 1, part.config
     try:
         for row in READERS[config.source](part):
             yield _text(row, config)
             number += 1
+    except UserError:
+        raise
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
-        if config.source == "text" and isinstance(error, UnicodeDecodeError):
-            problem = f"{part.file} is not UTF-8 text ({error})"
-            raise UserError(f"{problem}: remove it, or convert it with iconv") from None
         dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
         place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
-        remedy = REMEDY if part.file else HUB_REMEDY
+        remedy = next(remedy for kind, remedy in REMEDIES.items() if isinstance(error, kind))
+        remedy = WIDE_REMEDY if WIDE_WINDOW in str(error) else remedy
+        remedy = remedy if part.file else HUB_REMEDY
         raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
 
 
-def _text(row: object, config: DataConfig) -> str | list[str]:
-    """The text of a row, of a pair both in one; the names of its fields where it lacks one."""
+def _text(row: object, config: DataConfig) -> str | list[str] | Path:
+    """The text of a row, of a pair both in one; the names of its fields where it lacks one. A path
+    stays.
+    """
+    if isinstance(row, Path):
+        return row
     if not isinstance(row, dict):
         raise ValueError(f"it holds {type(row).__name__}, not an object")
     if not row:
@@ -154,7 +180,8 @@ def text_hash(text: str) -> int:
 def _open_zst(file: Path, mode: str) -> BinaryIO:
     import pyarrow  # it comes with `datasets`
 
-    return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"))
+    # Opened here, where a name need not be UTF-8.
+    return io.BufferedReader(pyarrow.input_stream(open(file, "rb"), compression="zstd"))
 
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
@@ -169,14 +196,16 @@ def _open(file: Path) -> BinaryIO:
     return OPENERS.get(file.suffix.lower(), open)(file, "rb")
 
 
-def _text_row(part: Part) -> Iterator[dict]:
+def _text_row(part: Part) -> Iterator[dict | Path]:
     with _open(part.file) as file:  # bytes, not text mode: line ends stay as they are
-        yield {part.config.text_field: file.read().decode("utf-8")}
+        data = file.read()
+    text = decoded(data, part.file)
+    yield part.file if text is None else {part.config.text_field: text}
 
 
 def _builtin_row(part: Part) -> Iterator[dict]:
     with suppress(UnicodeDecodeError):  # a few tests of Python are not UTF-8 on purpose
-        yield from _text_row(part)
+        yield {part.config.text_field: part.file.read_bytes().decode("utf-8")}
 
 
 def _json_rows(part: Part) -> Iterator[object]:
@@ -192,7 +221,7 @@ def _parquet_rows(part: Part) -> Iterator[dict]:
     from pyarrow.parquet import ParquetFile
 
     wanted = [part.config.text_field, part.config.pair_field]
-    with ParquetFile(part.file) as file:
+    with open(part.file, "rb") as opened, ParquetFile(opened) as file:
         has_text = wanted[0] in file.schema_arrow.names
         for batch in file.iter_batches(256, columns=wanted if has_text else None):
             yield from batch.to_pylist()
@@ -201,11 +230,11 @@ def _parquet_rows(part: Part) -> Iterator[dict]:
 def _hub_rows(part: Part) -> Iterable[dict]:
     from datasets import load_dataset, load_from_disk
 
-    path, config = part.config.path, part.config
-    for mark, saved in ("state.json", path), ("dataset_dict.json", f"{path}/{config.split}"):
-        if Path(path, mark).is_file():  # written by save_to_disk, without or with splits
+    path, config = as_path(part.config.path), part.config
+    for mark, saved in ("state.json", path), ("dataset_dict.json", path / config.split):
+        if (path / mark).is_file():  # written by save_to_disk, without or with splits
             return load_from_disk(saved)
-    return load_dataset(path, config.subset or None, split=config.split, streaming=True)
+    return load_dataset(str(path), config.subset or None, split=config.split, streaming=True)
 
 
 READERS = {
@@ -225,7 +254,7 @@ def local_files(config: DataConfig) -> list[Path]:
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
     parquet, have one of the source's suffixes. Raises UserError if none, or not all, can be read.
     """
-    path, suffixes = Path(config.path).expanduser(), SUFFIXES.get(config.source, ("",))
+    path, suffixes = as_path(config.path), SUFFIXES.get(config.source, ("",))
     wanted = f" ending in {', '.join(suffixes)}" if any(suffixes) else ""
     named, inside = set(), set()
     try:

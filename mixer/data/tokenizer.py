@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,6 +15,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
 from mixer.common.errors import UserError, first_line
+from mixer.common.files import as_path
 
 END_OF_TEXT = "<|endoftext|>"
 # Characters that are tokenized at a time, so that one huge document does not fill the memory.
@@ -52,6 +54,7 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer from a local directory or the hub. Raises UserError if it cannot be had, is not a
     fast one, or has code of its own, which is never run.
     """
+    name = str(as_path(name))
     options = {"trust_remote_code": False, "local_files_only": Path(name).is_dir()}
     try:
         if own_code := get_tokenizer_config(name, **options).get("auto_map"):
@@ -84,7 +87,7 @@ def training_sample(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         if read >= SAMPLE_BYTES:
             return
-        for piece in pieces(text, TRAINING_PIECE):
+        for _, piece in pieces(text, TRAINING_PIECE):
             read += len(piece.encode())
             new = set(DISTINCT_WORD.findall(piece)) - distinct
             distinct |= new
@@ -119,32 +122,72 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def pieces(text: str, most: int = PIECE) -> Iterator[str]:
-    """`text` in pieces of at most `most` characters, cut after a line where there is one."""
+def pieces(text: str, most: int = PIECE) -> Iterator[tuple[int, str]]:
+    """`text` in pieces of at most `most` characters, cut after a line where there is one, each with
+    the place where it starts.
+    """
     start = 0
     while len(text) - start > most:
         end = text.rfind("\n", start, start + most) + 1 or start + most
-        yield text[start:end]
+        yield start, text[start:end]
         start = end
-    yield text[start:]
+    yield start, text[start:]
 
 
-def raw_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[str]], list[list[int]]]:
-    """A function from texts to their token ids: nothing added, truncated or padded, on all cores.
+def text_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], np.ndarray]:
+    """A function from a text to its token ids, (tokens,) uint32: those by which every command
+    reads text, for training, evaluation, pairs and prompts alike.
 
-    Text that spells a special token, such as a literal `<|endoftext|>`, is tokenized as the text it
-    is: only the preparation itself puts a separator between documents.
+    Nothing is truncated, padded or added, no BOS and no EOS: only the preparation of data puts an
+    EOS behind each text. Text that spells a special token, such as a literal `<|endoftext|>`, is
+    tokenized as the text it is.
     """
-    return _raw_encoder(tokenizer.backend_tokenizer.to_str())
+    encode = piece_encoder(tokenizer)
+
+    def encode_text(text: str) -> np.ndarray:
+        return np.concatenate([encode(piece, start > 0) for start, piece in pieces(text)])
+
+    return encode_text
 
 
-def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
-    backend = Tokenizer.from_str(specification)
+def piece_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str, bool], np.ndarray]:
+    """`text_encoder` for one of a text's `pieces`. The second argument says that others are before
+    it: a tokenizer that puts a space before each text puts none there.
+    """
+    specification = json.loads(tokenizer.backend_tokenizer.to_str())
+    steps = ("normalizer", "pre_tokenizer")
+    changed = specification | {step: _without_prefix(specification[step]) for step in steps}
+    first = later = _encoder(specification)
+    if changed != specification:
+        later, decode = _encoder(changed), tokenizer.backend_tokenizer.decode
+        # Of some tokenizers the prefix is what is left of the white space before each word.
+        whole, parts = first("a b\na b"), (first("a b\n"), later("a b"))
+        if decode(whole.tolist()) != decode(np.concatenate(parts).tolist()):
+            later = first
+    return lambda text, is_later: (later if is_later else first)(text)
+
+
+def _without_prefix(step: Any) -> Any:
+    """A normalizer or pre-tokenizer of a tokenizer.json that puts no space before a text."""
+    if isinstance(step, list):
+        return [_without_prefix(each) for each in step if each.get("type") != "Prepend"]
+    if not isinstance(step, dict) or step.get("type") == "Prepend":
+        return None
+    own = {"prepend_scheme": "never", "add_prefix_space": False}
+    own |= {name: _without_prefix(step.get(name)) for name in ("normalizers", "pretokenizers")}
+    return step | {name: own[name] for name in own if name in step}
+
+
+def _encoder(specification: dict) -> Callable[[str], np.ndarray]:
+    """A function from a text to its token ids. The tokens of the words seen so far are kept: on one
+    core a BPE like GPT-2's is 1.6 (technical prose) to 5 times (few words) as fast for it.
+    """
+    backend = Tokenizer.from_str(json.dumps(specification))
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
 
-    def encode(texts: list[str]) -> list[list[int]]:
+    def encode(texts: list[str]) -> list[np.ndarray]:
         try:
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # tokenizers raises no other kind
@@ -152,38 +195,24 @@ def _raw_encoder(specification: str) -> Callable[[list[str]], list[list[int]]]:
                 f"the tokenizer cannot encode a text ({first_line(error)}): choose one with a "
                 "token for unknown text, or with all bytes"
             ) from None
-        return [encoding.ids for encoding in encodings]
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    return encode
-
-
-def token_encoder(specification: str, dtype: np.dtype) -> Callable[[str], bytes]:
-    """A function from a text to the bytes of its token ids, the same ids that `raw_encoder` gives.
-
-    specification: the content of a tokenizer.json. The tokens of the words seen so far are kept: on
-    one core a BPE like GPT-2's is 1.6 (technical prose) to 5 times (few words) as fast for it.
-    """
-    encode = _raw_encoder(specification)
-
-    def tokens_of(texts: list[str]) -> list[bytes]:
-        return [np.array(ids, dtype).tobytes() for ids in encode(texts)]
-
-    if not _cuts_words_as_gpt2(json.loads(specification)):
-        return lambda text: tokens_of([text])[0]
+    if not _cuts_words_as_gpt2(specification):
+        return lambda text: encode([text])[0]
     kept: dict[str, bytes] = {}
     size = 0
 
-    def encode_words(text: str) -> bytes:
+    def encode_words(text: str) -> np.ndarray:
         nonlocal size
         words = WORD.findall(text)
         new = [word for word in {*words} if word not in kept]
-        kept.update(zip(new, tokens_of(new), strict=True))
+        kept.update(zip(new, (ids.tobytes() for ids in encode(new)), strict=True))
         tokens = b"".join(map(kept.__getitem__, words))
         size += sum(200 + 8 * len(word) for word in new)  # about what Python takes for them
         if size > KEPT_BYTES:
             kept.clear()
             size = 0
-        return tokens
+        return np.frombuffer(tokens, np.uint32)
 
     return encode_words
 
@@ -203,6 +232,42 @@ def _cuts_words_as_gpt2(specification: dict) -> bool:
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """One more than the largest id: what an embedding needs (a vocabulary's ids may have holes)."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+class TextBytes:
+    """Counts the bytes (UTF-8) of the text that tokens stand for.
+
+    A tokenizer may add to texts, such as a space before each, or lose parts of them. The difference
+    in the texts whose `size` is known counts with the first token of a text, as a mean: so the
+    bytes of all their tokens are those of the texts.
+
+    Args:
+        texts: the tokens of each, or of several with an EOS after each.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, texts: Iterable[np.ndarray] = (), size: int = 0
+    ):
+        self.sizes, self.added = token_bytes(tokenizer), 0.0
+        self.eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        found, starts = 0, 0
+        for tokens in texts:
+            for start in range(0, len(tokens), PIECE):
+                part = tokens[start : start + PIECE].astype(np.int64)
+                before = np.insert(part[:-1], 0, tokens[start - 1] if start else self.eos)
+                found += int(self.sizes[part].sum())
+                starts += self._starts(before, part)
+        if starts:
+            self.added = (found - size) / starts
+
+    def _starts(self, before: np.ndarray, tokens: np.ndarray) -> int:
+        return np.count_nonzero((before == self.eos) & (tokens != self.eos))
+
+    def count(self, tokens: np.ndarray, before: np.ndarray | None = None) -> float:
+        """Of tokens (tokens,), from the one `before` each; by default an EOS is the first one's."""
+        if before is None:
+            before = np.insert(tokens[:-1].astype(np.int64), 0, self.eos)
+        return float(self.sizes[tokens].sum() - self.added * self._starts(before, tokens))
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
@@ -229,11 +294,11 @@ def loss_of_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> st
     """What a tokenizer loses of the first texts, in words: the characters that are missing in what
     its tokens decode to. Empty if nothing.
     """
-    encode, decode = raw_encoder(tokenizer), tokenizer.backend_tokenizer.decode
+    encode, decode = text_encoder(tokenizer), tokenizer.backend_tokenizer.decode
     lost, read = Counter(), 0
     for text in texts:
         text = text[: PIECE - read]
-        lost += Counter(text) - Counter(decode(encode([text])[0]))
+        lost += Counter(text) - Counter(decode(encode(text).tolist()))
         read += len(text)
         if read == PIECE:
             break

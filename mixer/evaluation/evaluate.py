@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -13,7 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
-from mixer.common.files import check_writable, directory_for, whole_directory
+from mixer.common.files import (
+    as_path,
+    check_writable,
+    directory_for,
+    results_locked,
+    whole_directory,
+)
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
@@ -24,25 +31,35 @@ from mixer.evaluation.scoring import Place, TokenScores
 from mixer.evaluation.texts import EvalOptions, Text
 from mixer.models.retrieval import CANDIDATES
 from mixer.reporting.figure import can_draw, plot_loss_by_position
-from mixer.reporting.text import table, wrapped
+from mixer.reporting.text import (
+    ACCURACY,
+    COUNT,
+    LOSS,
+    MEMORY,
+    PERPLEXITY,
+    SPEED,
+    TOP1,
+    in_form,
+    table,
+    wrapped,
+)
 
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
-COLUMNS = {
-    "checkpoint": "label",
-    "tokens scored": "tokens_scored",
-    "loss (nats/token)": "loss",
-    "token ppl": "token_perplexity",
-    "word ppl": "word_perplexity",
-    "byte ppl": "byte_perplexity",
-    "bits/byte": "bits_per_byte",
-    "accuracy": "accuracy",
-    "tokens/s": "tokens_per_second",
-    "peak memory, GB": "peak_memory_gb",
-    "loss, 2nd half": "loss_second_half",
-    "loss past context": "loss_past_context",
-    "pairs": "pairs",
-    "tokens": "tokens",
-    **{f"top1 of {count}": f"top1_of_{count}" for count in CANDIDATES},
+COLUMNS = {  # of the report's table: the key and the form
+    "tokens scored": ("tokens_scored", COUNT),
+    "loss (nats/token)": ("loss", LOSS),
+    "token ppl": ("token_perplexity", PERPLEXITY),
+    "word ppl": ("word_perplexity", PERPLEXITY),
+    "byte ppl": ("byte_perplexity", PERPLEXITY),
+    "bits/byte": ("bits_per_byte", LOSS),
+    "accuracy": ("accuracy", ACCURACY),
+    "tokens/s": ("tokens_per_second", SPEED),
+    "peak memory, GB": ("peak_memory_gb", MEMORY),
+    "loss, 2nd half": ("loss_second_half", LOSS),
+    "loss past context": ("loss_past_context", LOSS),
+    "pairs": ("pairs", COUNT),
+    "tokens": ("tokens", COUNT),
+    **{f"top1 of {count}": (f"top1_of_{count}", TOP1) for count in CANDIDATES},
 }
 
 
@@ -55,18 +72,19 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     """
     for options in evaluations:
         check_options(options)
-    directory = Path(output or default_directory(evaluations))
+    directory = as_path(output or default_directory(evaluations))
     if rank() == 0:
         check_writable(directory)
-    try:
-        results = [evaluate_checkpoint(options) for options in evaluations]
-    except BaseException as error:
-        if dist.is_initialized():
-            leave_with_error(error)  # so that no other process waits for this one
-        raise
-    if rank() == 0:
-        write_evaluation(results, directory)
-        print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
+    with results_locked(directory) if rank() == 0 else nullcontext():
+        try:
+            results = [evaluate_checkpoint(options) for options in evaluations]
+        except BaseException as error:
+            if dist.is_initialized():
+                leave_with_error(error)  # so that no other process waits for this one
+            raise
+        if rank() == 0:
+            write_evaluation(results, directory)
+            print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -77,16 +95,16 @@ def default_directory(evaluations: list[EvalOptions]) -> Path:
     changed = {name: value for name, value in vars(first).items() if name not in UNCHANGING}
     asked = [item for item in changed.items() if item[1] != getattr(EvalOptions, item[0])]
     paths = filter(None, [*first.text, first.data, first.pairs])
-    about = " ".join(Path(path).resolve().name for path in paths) or first.hub
+    about = " ".join(as_path(path).resolve().name for path in paths) or first.hub
     what, own = "retrieval" if first.pairs else "eval", [*asked, *others]
-    return directory_for(Path(first.checkpoint), what, about, repr(own) if own else "")
+    return directory_for(as_path(first.checkpoint), what, about, repr(own) if own else "")
 
 
 def check_options(options: EvalOptions) -> None:
     """Raises UserError for whatever can be found wrong before a model is loaded."""
     if problems := option_problems(options):
         raise UserError("; ".join(problems))
-    directory = Path(options.checkpoint)
+    directory = as_path(options.checkpoint)
     check_checkpoint(directory)
     default = "a task" if isinstance(source := options.source, DataConfig) else "data"
     kind = next((kind for kind in ("text", "hub", "pairs") if getattr(options, kind)), default)
@@ -94,7 +112,7 @@ def check_options(options: EvalOptions) -> None:
         if kind not in readers and getattr(options, name) != getattr(EvalOptions, name):
             unread = f"--{name.replace('_', '-')} is given, which scoring {kind} does not read"
             raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
-    if kind == "data" and not options.data and not (source and Path(source).is_dir()):
+    if kind == "data" and not options.data and not (source and as_path(source).is_dir()):
         said = f"was trained on {source}, which is not in {Path.cwd()}" if source else ""
         said = said or "does not say what data it was trained on"
         raise UserError(f"{directory} {said}: give --data DIR, --text FILE... or --hub NAME")
@@ -133,7 +151,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 
 
 def _evaluate(options: EvalOptions, place: Place) -> dict:
-    directory, (device, _, processes) = Path(options.checkpoint), place
+    directory, (device, _, processes) = as_path(options.checkpoint), place
     model, tokenizer = load_checkpoint(directory, device, options.backend)
     found = describe_model(directory, model, tokenizer)
     # A transformer would keep keys and values that nothing reads.
@@ -151,8 +169,9 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
     }
     size = options.batch_size
     if options.pairs:
-        texts.validation_text(Path(options.pairs), window, tokenizer)  # refuses another tokenizer
-        pairs = PairFile(options.pairs, "validation", window)
+        directory = as_path(options.pairs)
+        texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
+        pairs = PairFile(directory, "validation", window)
         shares = scoring.find_partners(model, pairs, size, place)
         return found | {"data": options.pairs, "tokens": window} | shares
     text = texts.choose_text(options, window, tokenizer)
@@ -180,8 +199,9 @@ def describe_model(
 ) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     specification = tokenizer.backend_tokenizer.to_str().encode()
+    place = as_path(directory.resolve())
     return {
-        "label": f"{directory.resolve().parent.name}/{directory.resolve().name}",
+        "label": f"{place.parent.name}/{place.name}",
         "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
@@ -228,8 +248,12 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
 
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
-    known = {title: key for title, key in COLUMNS.items() if any(key in r for r in results)}
-    rows = table([{title: r.get(key, "-") for title, key in known.items()} for r in results])
+    cells = [{"checkpoint": result["label"]} for result in results]
+    for title, (key, form) in COLUMNS.items():
+        if any(key in result for result in results):
+            for row, result in zip(cells, results, strict=True):
+                row[title] = in_form(result[key], form) if key in result else "-"
+    rows = table(cells)
     if "pairs" in results[0]:
         return rows
     found: dict[str, list[str]] = {}  # each note, and the checkpoints that it holds for

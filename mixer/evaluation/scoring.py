@@ -74,8 +74,11 @@ def join_processes(device: torch.device) -> Place:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """The tokens that a model was made for; None where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """The tokens that a model was made for; None where its configuration does not say, as with the
+    -1 of models without an end.
+    """
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: str) -> None:

@@ -7,7 +7,7 @@ Packed prepared data is one stream with an EOS after each document.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
+from mixer.common.files import as_path
 from mixer.common.hardware import TYPES
-from mixer.common.options import option
+from mixer.common.options import option, option_problems
 from mixer.data.config import TASKS, DataConfig
 from mixer.data.samples import TokenFile
 from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
 from mixer.data.tasks import TaskSamples
-from mixer.data.tokenizer import load_tokenizer, loss_of_text, pieces, raw_encoder, token_bytes
+from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
 from mixer.evaluation.scoring import DEVICES
 from mixer.ops import BACKENDS
 
@@ -61,10 +62,16 @@ class EvalOptions:
     @property
     def source(self) -> DataConfig | str | None:
         """What is scored without `text` and `hub`: the run's task, or a data directory."""
-        trainer = read_trainer(Path(self.checkpoint))
+        trainer = read_trainer(as_path(self.checkpoint))
         data = trainer.get("settings", {}).get("data", {})
         is_task = data.get("source") in TASKS and not self.data
-        return DataConfig(**data) if is_task else self.data or trainer.get("data_directory")
+        if not is_task:
+            return self.data or trainer.get("data_directory")
+        known = {item.name for item in fields(DataConfig)}  # another version may have more
+        task = DataConfig(**{name: data[name] for name in data if name in known})
+        if problems := option_problems(task, "data."):
+            raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
+        return task
 
 
 @dataclass
@@ -91,7 +98,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         streams = list(samples.batch(range(len(samples)))[0].numpy())
         return Text(f"held-out samples of the task {task.source}", streams, task=samples)
     else:
-        text = validation_text(Path(options.source), window, tokenizer)
+        text = validation_text(as_path(options.source), window, tokenizer)
     if options.first_token == "eos":
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")
@@ -104,7 +111,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
             kept.append(tokens[: most - count + 1])
             count += len(kept[-1]) - 1
     if 0 < most < sum(len(tokens) - 1 for tokens in text.streams):
-        return shortened(text, kept, f"first {most} tokens", tokenizer)
+        return shortened(text, kept, f"first {most:,} tokens", tokenizer)
     return text
 
 
@@ -112,22 +119,21 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
     """The documents of files or of a hub dataset, as many as have max_tokens targets."""
     field, blank = {"text_field": options.text_field}, options.first_token == "eos"
     if options.text:
-        names = [Path(path).name for path in options.text]
+        names = [as_path(path).name for path in options.text]
         name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
         sources = [DataConfig("text", path, **field) for path in options.text]
     else:
         split = options.split
-        if Path(options.hub, "state.json").is_file():  # saved without splits
+        if (as_path(options.hub) / "state.json").is_file():  # saved without splits
             if split != EvalOptions.split:
                 raise UserError(f"{options.hub} has no splits: leave out --split")
             split = ""
         where = options.hub, options.subset, split
         name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where, **field)]
-    encode, sample, targets, text = raw_encoder(tokenizer), [], 0, Text(name, [])
+    encode, sample, targets, text = text_encoder(tokenizer), [], 0, Text(name, [])
     found = (documents(parts_of(source), source, blank) for source in sources)
     for document in itertools.chain.from_iterable(found):
-        ids = itertools.chain(*encode(list(pieces(document))))
-        text.streams.append(np.fromiter(ids, dtype=np.int64))
+        text.streams.append(encode(document).astype(np.int64))
         text.bytes += len(document.encode())
         text.words += len(document.split())
         sample += [document] if len(sample) < SAMPLE else []
@@ -154,15 +160,14 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
         problem = "was prepared with another tokenizer than the checkpoint's"
         raise UserError(f"{directory} {problem}: give data of its run, or --text")
-    streams = [split.tokens]
-    if not split.packed:
-        streams = np.split(split.tokens, split.document_ends()[:-1])
-    counts, name = split.manifest.splits["validation"], directory.resolve().name
+    tokens = split.tokens
+    streams = [tokens] if split.packed else np.split(tokens, split.document_ends()[:-1])
+    counts, name = split.manifest.splits["validation"], as_path(directory.resolve()).name
     sizes = counts.bytes, counts.words, split.manifest.tokenizer_loses
     text = Text(f"validation split of {name}", streams, *sizes)
     if split.cut:
-        kept = [split.tokens[slice(*split.span(row))] for row in range(len(split))]
-        text = shortened(text, kept, f"at most {context} tokens of each document", tokenizer)
+        kept = [tokens[slice(*split.span(row))] for row in range(len(split))]
+        text = shortened(text, kept, f"at most {context:,} tokens of each document", tokenizer)
     return text
 
 
@@ -170,9 +175,9 @@ def shortened(
     text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
 ) -> Text:
     """The text of the streams that are kept, and the size of what their tokens decode to."""
-    sizes, words = token_bytes(tokenizer), 0
+    text_bytes, words = TextBytes(tokenizer, text.streams, text.bytes), 0
     for tokens in kept:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
-    size = sum(int(sizes[tokens].sum()) for tokens in kept)
+    size = round(sum(map(text_bytes.count, kept)))
     return Text(f"{text.name} ({how})", kept, size, words, text.loses)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from mixer.common.errors import UserError, processes
-from mixer.common.files import read_json
+from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
@@ -174,7 +174,7 @@ class RunConfig:
 
     @property
     def directory(self) -> Path:
-        return Path(self.output_dir) / self.name
+        return as_path(self.output_dir) / self.name
 
     @property
     def is_contrastive(self) -> bool:
@@ -200,7 +200,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     not allowed; or, where there are none, what options do not allow together.
     """
     run, problems = RunConfig(), []
-    sections = {} if path is None else read_yaml(path)
+    sections = {} if path is None else read_yaml(as_path(path))
     entries = [(key, value, path) for key, value in flatten(sections)]
     for text in overrides:
         try:
@@ -304,7 +304,8 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
     begins = [run.train.init_from]
     if run.checkpoint.resume != "auto":
         begins.insert(0, run.checkpoint.resume)
-    files = [*run.directory.glob("step-*/config.json"), *(Path(b, "config.json") for b in begins)]
+    files = [*run.directory.glob("step-*/config.json")]
+    files += [as_path(name) / "config.json" for name in begins]
     file = next((file for file in files if file.is_file()), None)
     options = saved_options(read_json(file, "give another checkpoint")) if file else {}
     if "model.architecture" in keys and run.model.architecture != options.get("architecture"):

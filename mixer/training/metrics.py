@@ -113,13 +113,13 @@ def token_scores(
         # A process without samples computes a batch too, as sharded weights need all processes.
         filled = [*own, *[0] * (batch_size - len(own))]
         batch = validation.batch(np.array(filled) * len(validation) // samples)
-        scored = batch[1][: len(own)]
-        scored = scored[scored != -100]
+        inputs, targets = (part[: len(own)] for part in batch)
+        scored = targets[targets != -100]
         nats, right = model(*to_device(batch, world.device))
         totals[0] += nats[: len(own)].sum(dtype=torch.float64)
         totals[1] += right[: len(own)].sum()
         totals[2] += len(scored)
-        totals[3] += int(data.token_bytes[scored.numpy()].sum())
+        totals[3] += data.text_bytes.count(scored.numpy(), inputs[targets != -100].numpy())
     model.train()
     nats, right, count, size = world.sum(totals).tolist()
     return {

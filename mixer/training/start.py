@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from mixer.checkpoints import restore
 from mixer.checkpoints.checkpoint import earlier_settings, find_resume, remove_partial
 from mixer.common.errors import UserError
-from mixer.common.files import write_text
+from mixer.common.files import as_path, write_text
 from mixer.common.hardware import lacks_bf16, memory_limit, product_flops
 from mixer.common.terminal import counted
 from mixer.common.values import as_yaml
@@ -78,7 +78,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     if resumed is None:
         model = model_class(config)(config)
         if run.train.init_from:
-            restore.start_from(Path(run.train.init_from), model, data.tokenizer)
+            restore.start_from(as_path(run.train.init_from), model, data.tokenizer)
     else:
         trainer = restore.load_trainer(resumed, identity)
         check_start(trainer, run.train.init_from)

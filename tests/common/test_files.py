@@ -2,11 +2,14 @@
 JSON file that is not what it should be is one message.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -19,6 +22,7 @@ from mixer.common.files import (
     locked,
     read_json,
     sha256,
+    whole_directory,
     write_text,
 )
 
@@ -54,6 +58,32 @@ def test_nothing_is_written_into_a_checkpoint(tmp_path):
         with pytest.raises(UserError, match="step-4 is a checkpoint.*; choose another --output"):
             check_writable(tmp_path / place)
     check_writable(tmp_path / "evaluation")
+
+
+@pytest.mark.parametrize("locks", ["reach other hosts", "are a host's own", "are missing"])
+def test_what_a_killed_process_of_another_host_has_left_goes_where_locks_reach_it(
+    tmp_path, monkeypatch, locks
+):
+    """As where a job is queued again. Where they do not, that process may still write."""
+    outputs = "data", "my@data", "more.data"
+    for output in outputs:
+        (tmp_path / f".partial-node1.cluster@{output}").mkdir()
+    own = {
+        "fstype": "lustre",
+        "opts": "rw,localflock" if locks == "are a host's own" else "rw,flock",
+    }
+    mounts = [SimpleNamespace(mountpoint=str(tmp_path), **own)]
+    mounts.append(SimpleNamespace(mountpoint="/", fstype="ext4", opts="rw"))
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    if locks == "are missing":
+        error = OSError(errno.ENOSYS, "Function not implemented")
+        monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=error, __name__="flock"))
+    with whole_directory(tmp_path / "data") as stage:
+        (stage / "train.bin").write_text("whole")
+    assert (tmp_path / "data/train.bin").read_text() == "whole"
+    left = outputs[1:] if locks == "reach other hosts" else outputs
+    expected = {f".partial-node1.cluster@{output}" for output in left}
+    assert {path.name for path in tmp_path.glob(".partial-*")} == expected
 
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):

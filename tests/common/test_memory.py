@@ -54,7 +54,7 @@ def test_evaluation_and_generation_too(finished, launch, tmp_path, monkeypatch):
     ask_for_too_much()
     with pytest.raises(UserError) as raised:
         continuations(str(checkpoint), ["def", "class"], 9, 0.0, 0)
-    check(str(raised.value), "2 prompt(s) at once, --new-tokens 9", "Give fewer prompts")
+    check(str(raised.value), "--new-tokens 9", "Give a smaller --new-tokens")
 
 
 def test_the_advice_is_what_was_not_done_already(finished, write_config, monkeypatch):

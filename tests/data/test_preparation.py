@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -176,6 +177,25 @@ def test_the_same_settings_give_the_same_files_and_are_skipped(tmp_path):
     assert len(lines) == 2 and (tmp_path / "prepared/manifest.json").stat().st_mtime_ns == before
     other = prepare(dataclasses.replace(config, directory=str(tmp_path / "again")), quiet)
     assert other.fingerprint == first.fingerprint
+
+
+def test_no_part_of_a_long_preparation_is_silent(tmp_path, monkeypatch):
+    """Also where all of the text is one document."""
+    monkeypatch.setattr(preparation, "REPORT_SECONDS", 0.001)
+    monkeypatch.setattr(preparation.tokenizing.pieces, "__defaults__", (10_000,))
+    lines, config = [], config_of(tmp_path, ["\n".join(made_texts(500))], workers=2)
+    prepare(config, lines.append)
+    tokenizer = str(tmp_path / "prepared/tokenizer")
+    other = dataclasses.replace(config, directory=str(tmp_path / "other"), tokenizer=tokenizer)
+    prepare(other, lines.append)
+    said = Counter(line.split(":")[0] for line in lines)
+    for part in (
+        "training the tokenizer",
+        "tokenised so far",
+        "reading the tokenizer, and a sampl",
+    ):
+        assert sum(said[each] for each in said if each.startswith(part)) > 1, lines
+    assert said["tokenised"] == 2
 
 
 def test_other_settings_and_foreign_files_are_never_overwritten(tmp_path):

@@ -3,6 +3,7 @@ and the real `datasets` library. Nothing is left out without a word.
 """
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pandas
 import pytest
 from texts import (
     COMPRESSIONS,
@@ -28,6 +30,7 @@ from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
 from mixer.data.config import DataConfig, Manifest
 from mixer.data.prepare import Corpus, prepare
+from mixer.reporting.figure import new_figure
 from mixer.training.config import load_config
 
 
@@ -94,6 +97,83 @@ def test_what_is_not_read_in_a_folder_is_said_or_refused(linked, capsys):
     (linked / "a/gone.jsonl").symlink_to("nowhere")
     with pytest.raises(UserError, match="a/gone.jsonl cannot be read .No such file"):
         documents_of(settings(linked))
+
+
+def picture() -> bytes:
+    """A PNG."""
+    file = io.BytesIO()
+    new_figure().savefig(file)
+    return file.getvalue()
+
+
+def test_pictures_among_texts_are_left_out_and_counted(tmp_path, capsys):
+    """And where they are most of the files, the folder is refused: another may be meant."""
+    folder, said = corpus(tmp_path / "texts", [*made_texts(3), HARD]), []
+    for number in range(4):
+        (folder / f"{number}.png").write_bytes(picture())
+    config = config_of(tmp_path, path=str(folder), validation_fraction=0.5)
+    prepare(config, said.append)
+    left_out = f"left out: 4 of 8 files of {folder} are no text, such as {folder}/0.png"
+    assert said.count(left_out) == 1
+    assert sorted(documents_of(config)) == sorted([*made_texts(3), HARD])
+    assert left_out in capsys.readouterr().err
+    (folder / "numbers.npy").write_bytes(bytes(range(250)) * 4)
+    with pytest.raises(UserError, match="5 of 9 files .* are no text, .*; at most 50%.*/[*].txt'"):
+        documents_of(config)
+    assert sorted(documents_of(dataclasses.replace(config, path=f"{folder}/**/*.txt")))
+
+
+LANGUAGES = (
+    "the cat sat on a mat\n",
+    "Кот сидел на ковре.\n",
+    "החתול ישב\n",
+    "猫坐在垫子上，第12章\n",
+)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("text", LANGUAGES)
+def test_utf_16_among_texts_is_refused_by_name_with_or_without_its_mark(tmp_path, text, encoding):
+    """Without the mark it may be valid UTF-8, with a null in every second place."""
+    folder = corpus(tmp_path, made_texts(3))
+    (folder / "one.txt").write_bytes((text * 9).encode(encoding))
+    name = {"utf-16": "UTF-16LE"}.get(encoding, encoding.upper().replace("-LE", "LE"))
+    name = name.replace("-BE", "BE")
+    with pytest.raises(
+        UserError, match=f"one.txt is not UTF-8 text, but {name}: .*iconv -f {name}"
+    ):
+        documents_of(DataConfig(source="text", path=str(folder)))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1251", "shift-jis", "gb18030", "euc-jp"])
+def test_text_in_another_encoding_is_refused_by_name_and_not_left_out(tmp_path, encoding):
+    text = {"latin-1": "déjà vu\n", "cp1251": LANGUAGES[1]}.get(encoding, "猫犬第12\n")
+    folder = corpus(tmp_path, made_texts(3))
+    (folder / "one.txt").write_bytes((text * 9).encode(encoding))
+    with pytest.raises(UserError, match="one.txt is not UTF-8 text .*iconv"):
+        documents_of(DataConfig(source="text", path=str(folder)))
+
+
+@pytest.mark.skipif(not shutil.which("zstd"), reason="needs the command zstd")
+def test_a_zstd_file_with_a_long_window_says_how_to_write_it_anew(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "one"}]))
+    name = f"{tmp_path}/rows.jsonl"
+    with open(name, "rb") as rows:  # of unknown size, as from a pipe
+        subprocess.run(["zstd", "-q", "--long=28", "-o", f"{name}.zst"], stdin=rows, check=True)
+    with pytest.raises(UserError, match="window is above 128 MiB: zstd -d --long=31 FILE, and"):
+        documents_of(settings(f"{name}.zst"))
+
+
+@pytest.mark.parametrize("suffix", [".zst", ".gz", ".parquet"])
+def test_files_whose_names_are_no_text_are_read(tmp_path, suffix):
+    file = tmp_path / os.fsdecode(b"caf\xe9.jsonl" + suffix.encode())
+    if suffix == ".parquet":
+        rows = pandas.DataFrame({"text": ["one"]}).to_parquet()
+        config = DataConfig(source="parquet", path=str(tmp_path))
+    else:
+        rows, config = COMPRESSIONS[suffix](lines([{"text": "one"}])), settings(tmp_path)
+    file.write_bytes(rows)
+    assert documents_of(config) == ["one"]
 
 
 def test_a_folder_without_permission_is_named(linked):
@@ -243,6 +323,8 @@ def test_text_is_one_document_a_file(tmp_path):
         ("source=text path=missing.txt", "'missing.txt' does not exist"),
         ("source=text path=/dev/null", "'/dev/null' is no file, but a pipe or device"),
         ("source=text path=latin.txt", "latin.txt is not UTF-8 text .*0xe9 in position 3.*iconv"),
+        ("source=text path=picture.png", "1 of 1 files of picture.png are no text, .* a glob of"),
+        ("source=jsonl path=lines.json", "row 1 .*; each line must hold an object, or the file"),
         ("source=text path=blank.txt", "corpus is empty"),
         ("source=parquet path=.", "is a folder without files ending in .parquet"),
         ("source=jsonl path=rows.jsonl", "no text in field 'text'; fields of the first: body, id"),
@@ -254,6 +336,8 @@ def test_source_errors_say_what_to_do(tmp_path, monkeypatch, settings, problem):
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("blank.txt").write_text("\n")
+    Path("picture.png").write_bytes(picture())
+    Path("lines.json").write_text(json.dumps({"text": "x"}, indent=1))
     Path("rows.jsonl").write_text('{"body": "x", "id": 3}\n')
     Path("null.jsonl").write_text('{"text": "x"}\nnull\n')
     with pytest.raises(UserError, match=problem):
@@ -284,15 +368,38 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path):
         assert of_half == of_all[: len(of_half)]
 
 
-def test_two_documents_are_one_each_and_a_single_one_is_refused(tmp_path):
+def test_two_documents_are_one_each(tmp_path):
     config, said = config_of(tmp_path, ["short", *made_texts(1)], validation_fraction=0.001), []
     assert [split.documents for split in prepare(config, said.append).splits.values()] == [1, 1]
     assert "add text or give another data.validation_path" in said[-1]
-    for name, texts in (("single", made_texts(1)), ("copies", made_texts(1) * 3)):
-        refused = config_of(tmp_path / name, texts)
-        with pytest.raises(UserError, match="has 1 document .*validation needs .* add files"):
-            prepare(refused, quiet)
-        assert not Path(refused.directory).exists()
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_the_end_of_a_single_document_is_held_out_and_said(tmp_path, copies):
+    lines = [f"line {number}\n" for number in range(3000)]
+    for name, text, share, size in (
+        ("short", "".join(lines[:100]), 0.01, 79),  # a tenth
+        ("long", "".join(lines), 0.01, 2889),  # a tenth
+        ("longer", "".join(lines) * 10, 0.01, 10_000),
+        ("asked", "".join(lines), 0.5, 14_445),
+        ("words", "word " * 1000, 0.1, 500),
+    ):
+        said, own = [], tmp_path / name
+        config = config_of(own, [text] * copies, validation_fraction=share)
+        manifest = prepare(config, said.append)
+        (training,), (held_out,) = (decoded_documents(own / "prepared", s) for s in manifest.splits)
+        assert training + held_out == text and size <= len(held_out) <= size + 10
+        assert name == "words" or training.endswith("\n")
+        assert f"its end is for validation, {len(held_out):,} of its {len(text):,} char" in said[1]
+
+
+@pytest.mark.parametrize("changes", [{"pair_field": "answer"}, {}])
+def test_a_single_document_that_cannot_be_cut_is_refused(tmp_path, changes):
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"text": "x", "answer": "one"}]))
+    config = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "prepared"), **changes)
+    with pytest.raises(UserError, match="has 1 document .*validation needs .* add files"):
+        prepare(config, quiet)
+    assert not Path(config.directory).exists()
 
 
 def test_the_first_documents_are_held_out_in_their_order(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import note_of
 from mixer.data.config import Manifest, fingerprint
 from mixer.data.prepare import prepare
-from mixer.data.samples import SampleOrder, TokenFile
+from mixer.data.samples import PairFile, SampleOrder, TokenFile
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 TOKENS = 10_000_000_000  # of a sparse file, which takes no space
@@ -113,6 +113,18 @@ def test_damaged_files_are_refused_on_opening(prepared, tmp_path):
     (damaged / "manifest.json").unlink()
     with pytest.raises(UserError, match="has no manifest.json: give a dir"):
         TokenFile(damaged, "train", 8)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.docs.bin"])
+def test_a_file_that_is_cut_while_it_is_read_is_named(prepared, tmp_path, name):
+    """As where the data is copied anew meanwhile."""
+    shutil.copytree(prepared, tmp_path / "cut")
+    kind = TokenFile if name == "train.bin" else PairFile
+    file = kind(tmp_path / "cut", "train", 8)
+    file.batch([len(file) - 1])
+    os.truncate(tmp_path / "cut" / name, 12)
+    with pytest.raises(UserError, match=f"cut/{name} can no longer be read .it is shorter"):
+        file.batch([len(file) - 1])
 
 
 # --- the order ---------------------------------------------------------------

@@ -5,10 +5,18 @@ import random
 import re
 import time
 
-import numpy as np
 import psutil
 import pytest
-from texts import HARD, config_of, corpus, decoded_documents, made_texts, quiet
+from texts import (
+    ADDS_A_SPACE,
+    HARD,
+    config_of,
+    corpus,
+    decoded_documents,
+    made_texts,
+    quiet,
+    save_tokenizer,
+)
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -21,9 +29,8 @@ from mixer.data.tokenizer import (
     existing_tokenizer,
     load_tokenizer,
     pieces,
-    raw_encoder,
+    text_encoder,
     token_bytes,
-    token_encoder,
     train_tokenizer,
     training_sample,
 )
@@ -40,7 +47,8 @@ def test_trained_tokenizer_is_exactly_reversible_and_deterministic():
     everything = [*range(0xD800), *range(0xE000, 0x110000)]  # all of Unicode but the surrogates
     noise = "".join(map(chr, generator.choices(everything, k=2000)))
     texts = [HARD, noise, " ", "a"]
-    for text, ids in zip(texts, raw_encoder(tokenizer)(texts), strict=True):
+    for text in texts:
+        ids = text_encoder(tokenizer)(text)
         assert tokenizer.decode(ids) == text
         assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
     assert token_bytes(tokenizer)[tokenizer.eos_token_id] == 0
@@ -75,7 +83,9 @@ def test_a_long_run_without_a_break_does_not_stall_the_training():
 
 def test_a_huge_document_is_cut_into_pieces_and_comes_back(tmp_path):
     huge = ("x" * 99 + "\n") * (PIECE // 50) + "y" * (PIECE + 5)
-    assert "".join(pieces(huge)) == huge and max(map(len, pieces(huge))) <= PIECE
+    starts, parts = zip(*pieces(huge), strict=True)
+    assert "".join(parts) == huge and max(map(len, parts)) <= PIECE
+    assert all(huge.startswith(part, start) for start, part in zip(starts, parts, strict=True))
     manifest = prepare(config_of(tmp_path, [huge, "small"]), quiet)
     assert manifest.splits["train"].documents == 1
     assert decoded_documents(tmp_path / "prepared", "train") == [huge]
@@ -95,7 +105,7 @@ def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length)
             yield "".join(generator.choices(HAN, k=length)) + "\n"
 
     trained = train_tokenizer(training_sample(texts(10_000)), 300)
-    encode = token_encoder(trained.backend_tokenizer.to_str(), "<u2")
+    encode = text_encoder(trained)
     assert read < 250_000
     process, count = psutil.Process(), 1_300_000 // (3 * length)
     for text in texts(count):  # fills the library's own cache, of 10,000 words
@@ -110,7 +120,8 @@ def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
     """The words kept never change a token: white space, contractions and scripts of all kinds."""
     monkeypatch.setattr(module, "KEPT_BYTES", 100_000)  # they are dropped and made again
     trained = train_tokenizer([*made_texts(50), HARD], 400)
-    encode = token_encoder(trained.backend_tokenizer.to_str(), np.dtype("<u2"))
+    encode, backend = text_encoder(trained), trained.backend_tokenizer
+    backend.encode_special_tokens = True
     generator = random.Random(0)
     edges = ["'ll", "  "]
     edges += " \n\t\r\x1c\x1d\x1f\x85\xa0\u2028\u3000'\"-_.,09aZsté²Ⅷ日🙂\u0301\u200b"
@@ -121,8 +132,8 @@ def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
         for _ in range(20)
     ]
     texts += [HARD, "", " ", "a", "don't  we'll\n\tgo"]
-    for text, ids in zip(texts, raw_encoder(trained)(texts), strict=True):
-        assert np.frombuffer(encode(text), "<u2").tolist() == ids
+    for text in texts:
+        assert encode(text).tolist() == backend.encode(text).ids
 
 
 def saved(folder, backend=None, **config) -> str:
@@ -145,10 +156,10 @@ def test_tokens_are_those_of_tokenizer_json_whatever_class_it_names(tmp_path):
     text = "document 1000:\n\n  the document"
     expected = backend.encode(text, add_special_tokens=False).ids
     unchanged = train_tokenizer(made_texts(50), 300)
-    assert expected != raw_encoder(unchanged)([text])[0]
+    assert expected != text_encoder(unchanged)(text).tolist()
     prepare(config_of(tmp_path, made_texts(5), tokenizer=tokenizer), quiet)
     found = load_tokenizer(tmp_path / "prepared")
-    assert raw_encoder(found)([text])[0] == expected
+    assert text_encoder(found)(text).tolist() == expected
     found.save_pretrained(str(tmp_path / "llama"))  # as beside a model
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
     assert AutoTokenizer.from_pretrained(tmp_path / "llama")(text).input_ids == expected
@@ -243,5 +254,36 @@ def test_bytes_of_tokens_of_a_sentencepiece_model_are_those_of_the_text():
     backend.decoder = decoders.Sequence(steps)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     for text in (HARD, " ", "日本"):
-        (ids,) = raw_encoder(tokenizer)([text])
+        ids = text_encoder(tokenizer)(text)
         assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("kind", ADDS_A_SPACE)
+def test_pieces_of_a_huge_text_come_back_as_the_text(tmp_path, monkeypatch, kind):
+    """With no space at the cuts, in the middle of a line or after one, in training and evaluation;
+    and as it was for one text.
+    """
+    tokenizer = existing_tokenizer(save_tokenizer(tmp_path / "tok", kind))
+    monkeypatch.setattr(pieces, "__defaults__", (50,))
+    lines = "a big cab\n\nhid a  bee\n" * 9
+    for text in (lines, "abcdef" * 40, lines + "abc " * 40, HARD * 3):
+        back = tokenizer.backend_tokenizer.decode(text_encoder(tokenizer)(text).tolist())
+        assert back.removeprefix(" ") == text.removeprefix(" ")
+    text = lines + "abc " * 40
+    config = config_of(tmp_path, [text, lines], tokenizer=str(tmp_path / "tok"))
+    manifest = prepare(config, quiet)
+    (back,) = decoded_documents(config.directory, "train")
+    assert back.removeprefix(" ") == text
+    assert manifest.splits["train"].words == len(text.split())
+
+
+def test_words_before_which_white_space_is_lost_stay_apart_at_a_cut(tmp_path, monkeypatch):
+    """Their tokenizer puts a space before each word: before the first of a piece, too."""
+    backend = Tokenizer(models.BPE({piece: number for number, piece in enumerate("▁ab")}, []))
+    spaces = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(spaces)
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    monkeypatch.setattr(pieces, "__defaults__", (10,))
+    text = "ab ab\n" * 5
+    assert backend.decode(text_encoder(tokenizer)(text).tolist()).split() == text.split()

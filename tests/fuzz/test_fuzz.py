@@ -82,8 +82,8 @@ def material(tmp_path_factory) -> Path:
 
 def in_folder(folder: Path, output: Path, *arguments: str) -> int | None:
     """The exit status of a command in a forked process; None where it takes too long."""
-    cache = {"MIXER_CACHE": str(folder / ".cache")}
-    process = start_python(*arguments, output=output, directory=folder, **cache)
+    own = {"MIXER_CACHE": str(folder / ".cache"), "HOME": str(folder)}
+    process = start_python(*arguments, output=output, directory=folder, **own)
     process.join(PATIENCE)
     if process.exitcode is None:
         process.kill()

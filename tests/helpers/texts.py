@@ -8,10 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from transformers import PreTrainedTokenizerFast
 
 from mixer.data.config import DataConfig, Manifest, check
 from mixer.data.sources import documents, source_parts
-from mixer.data.tokenizer import load_tokenizer
+from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
 
@@ -71,3 +81,36 @@ def documents_of(config: DataConfig) -> list[str]:
     """All documents of a source."""
     check(config)
     return list(documents(source_parts(config), config))
+
+
+def save_tokenizer(folder: Path, kind: str) -> str:
+    """A tokenizer's folder, of a kind that others have: it adds to texts, or its EOS is in them."""
+    bytes_of_text = train_tokenizer(made_texts(50), 300).backend_tokenizer
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghij012345678"]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    backend, eos = Tokenizer(models.BPE(ids, [], byte_fallback=True)), "</s>"
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    if kind == "Llama 2":
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        backend.normalizer = normalizers.Sequence(steps)
+    elif kind == "Metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        backend, eos = bytes_of_text, "<|endoftext|>"
+    if kind == "RoBERTa":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "appends EOS":
+        eos_too = {"single": f"{eos} $A {eos}", "special_tokens": [(eos, 0)]}
+        backend.post_processor = processors.TemplateProcessing(**eos_too)
+    elif kind == "EOS is a line's end":
+        eos = "Ċ"
+    elif kind == "EOS is no special token":
+        backend.add_tokens([AddedToken("<end>", special=False)])
+        eos = "<end>"
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos).save_pretrained(str(folder))
+    return str(folder)
+
+
+ADDS_A_SPACE = ("Llama 2", "Metaspace", "RoBERTa")
+EOS_IN_TEXTS = ("EOS is a line's end", "EOS is no special token")

@@ -7,12 +7,15 @@ import copy
 import pytest
 import torch
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, prompts, small_model, tokens
+from texts import save_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    RwkvConfig,
+    RwkvForCausalLM,
     TextIteratorStreamer,
     pipeline,
 )
@@ -20,7 +23,7 @@ from transformers import (
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.tasks import open_task
-from mixer.data.tokenizer import train_tokenizer
+from mixer.data.tokenizer import existing_tokenizer, text_encoder, train_tokenizer
 from mixer.generate import continuations, main
 from mixer.models.masked_mixer.cache import MixingCache
 
@@ -289,18 +292,24 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
             continuations(str(tmp_path), [prompt], 4, temperature, seed)
 
 
-def test_the_command_needs_an_end_token_for_several_prompts_alone(tokenizer, tmp_path):
-    lively_model(vocab_size=300).save_pretrained(tmp_path)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_path, temperature):
+    """Also with a model that ignores attention_mask, and with a tokenizer that cannot pad."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
+    RwkvForCausalLM(RwkvConfig(vocab_size=300, context_length=32, **sizes)).save_pretrained(
+        tmp_path
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
-    assert continuations(str(tmp_path), ["def"], 2, 0.0, 0)[0].startswith("def")
-    with pytest.raises(UserError, match="no padding or EOS token: give only one prompt"):
-        continuations(str(tmp_path), ["def", "def read"], 2, 0.0, 0)
+    asked, how = ["def", "def read(self, size)", "class"], (8, temperature, 5)
+    alone = [continuations(str(tmp_path), [prompt], *how)[0] for prompt in asked]
+    assert continuations(str(tmp_path), asked, *how) == alone
 
 
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
     lively_model(vocab_size=300).save_pretrained(tmp_path)
     open_task(DataConfig(source="copy", vocab_size=300), 24)[2].save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="the tokenizer cannot encode a prompt: WordLevel"):
+    with pytest.raises(UserError, match="the tokenizer cannot encode a text .*WordLevel"):
         continuations(str(tmp_path), ["def"], 2, 0.0, 0)
 
 
@@ -312,3 +321,21 @@ def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, 
     assert len(continuations(str(tmp_path), ["def read"], 16 - prompt, 0.0, 0)) == 1
     with pytest.raises(UserError, match="--new-tokens is 16, .* is 16: ask for fewer"):
         continuations(str(tmp_path), ["def read"], 16, 0.0, 0)
+
+
+@pytest.mark.parametrize("kind", ["appends EOS", "Llama 2"])
+def test_the_command_reads_a_prompt_as_training_reads_a_text(tmp_path, kind):
+    """Nothing that the tokenizer puts around it: after an EOS begins another text. A space before
+    it, as training has.
+    """
+    tokenizer = existing_tokenizer(save_tokenizer(tmp_path, kind))
+    model = lively_model(vocab_size=320, max_position_embeddings=64)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    prompts, written = ["abc", "cab <|endoftext|> bed"], []
+    for prompt in prompts:
+        ids = torch.from_numpy(text_encoder(tokenizer)(prompt).astype("int64"))[None]
+        assert tokenizer.eos_token_id not in ids
+        written.append(tokenizer.decode(generate(model, ids, new=6)[0], skip_special_tokens=True))
+    found = continuations(str(tmp_path), prompts, 6, 0.0, 0)
+    assert found == [prompt + text for prompt, text in zip(prompts, written, strict=True)]

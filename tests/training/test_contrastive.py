@@ -10,12 +10,13 @@ import pytest
 import torch
 from datasets import Dataset
 from runs import read_lines
-from texts import quiet
+from texts import EOS_IN_TEXTS, quiet, save_tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from mixer.common.errors import UserError
+from mixer.common.files import sha256
 from mixer.convert import convert_mixing
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, fingerprint
 from mixer.data.prepare import prepare
 from mixer.data.samples import PairFile
 from mixer.data.tokenizer import load_tokenizer
@@ -189,6 +190,47 @@ def test_the_two_fields_of_a_row_are_a_pair_and_stay_in_one_split(source, tmp_pa
     assert ["one <|endoftext|>", rows[3]["story"][:20]] in [[q, t[:20]] for q, t in found]
 
 
+@pytest.mark.parametrize("kind", EOS_IN_TEXTS)
+def test_a_pair_is_its_two_texts_whatever_tokens_they_have(tmp_path, kind):
+    rows = [{"text": f"\nno {n}\n<end>{n}", "answer": f"{n}\n<end>\n"} for n in range(40)]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    files = {"path": str(tmp_path / "rows.jsonl"), "directory": str(tmp_path / "data")}
+    files["tokenizer"] = save_tokenizer(tmp_path / "tokenizer", kind)
+    prepare(DataConfig(source="jsonl", pair_field="answer", **files), quiet)
+    tokenizer, found = load_tokenizer(tmp_path / "data").backend_tokenizer, []
+    for split in ("train", "validation"):
+        pairs = PairFile(tmp_path / "data", split, context=100)
+        for sides in zip(*pairs.batch(range(len(pairs))), strict=True):
+            ids = [side[side >= 0].tolist() for side in sides]
+            found.append([tokenizer.decode(side, skip_special_tokens=False) for side in ids])
+    found = [[text.replace("Ċ", "\n") for text in pair] for pair in found]
+    assert sorted(found) == sorted([*row.values()] for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["appends EOS", "EOS is a line's end"])
+def test_pairs_prepared_by_an_earlier_version_are_read_or_refused(tmp_path, kind):
+    """It recorded where a pair ends, and not where its query does."""
+    rows = [{"text": f"no {n}\n{n}", "answer": f"{n}\n{n}"} for n in range(40)]
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    files = {"path": str(tmp_path / "rows.jsonl"), "directory": str(tmp_path / "data")}
+    files["tokenizer"] = save_tokenizer(tmp_path / "tokenizer", kind)
+    prepare(DataConfig(source="jsonl", pair_field="answer", **files), quiet)
+    now = PairFile(tmp_path / "data", "train", context=100).batch(range(30))
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    for split, counts in manifest["splits"].items():
+        file = tmp_path / f"data/{split}.docs.bin"
+        np.fromfile(file, "<u8")[1::2].tofile(file)
+        counts["documents_sha256"] = sha256(file)
+    manifest["fingerprint"] = fingerprint(manifest)
+    (tmp_path / "data/manifest.json").write_text(json.dumps(manifest))
+    earlier = PairFile(tmp_path / "data", "train", context=100)
+    if kind == "appends EOS":
+        assert torch.equal(torch.stack(now), torch.stack(earlier.batch(range(30))))
+    else:
+        with pytest.raises(UserError, match="train.bin has an EOS inside of a text: give another"):
+            earlier.batch([0])
+
+
 def test_passages_of_books_are_pairs_with_the_next_one_and_share_no_token(tmp_path):
     lengths = (3, 100, 64, 63, 200)
     for number, length in enumerate(lengths):
@@ -297,6 +339,10 @@ def assert_sentence_transformers_has_the_same_vectors(checkpoint) -> None:
         loaded.tokenizer.padding_side = side
         found = loaded.encode(TEXTS)
         np.testing.assert_allclose(found, trained_vectors(checkpoint), atol=1e-5)
+    if loaded[0].auto_model.config.model_type == "masked_mixer":
+        for texts in ([""], ["", "ba"], ["ba", ""]):
+            with pytest.raises(ValueError, match="a text has no token; allowed: 1 or more in each"):
+                loaded.encode(texts)
 
 
 REFUSED = {

@@ -1,19 +1,25 @@
 """The validation loss: of a sample that stands for its split, in bits of the text it scores."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from texts import config_of, made_texts, quiet
+from checkpoints import evaluate
+from runs import read_lines
+from texts import ADDS_A_SPACE, EOS_IN_TEXTS, config_of, made_texts, quiet, save_tokenizer
 
 from mixer.data.prepare import prepare
 from mixer.data.samples import TokenFile
-from mixer.data.tokenizer import load_tokenizer, token_bytes
+from mixer.data.tokenizer import TextBytes, load_tokenizer
 from mixer.distributed.world import World
+from mixer.training.config import load_config
+from mixer.training.loop import train
 from mixer.training.metrics import token_scores
 
 CONTEXT = 16
@@ -38,7 +44,7 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
     directory = config.directory
     validation, tokenizer = TokenFile(directory, "validation", CONTEXT), load_tokenizer(directory)
     data, model = SimpleNamespace(validation=validation), OneNat()
-    data.token_bytes = token_bytes(tokenizer)
+    data.text_bytes = TextBytes(tokenizer)
     for samples in (7, 50, 0):
         model.inputs = []
         found = token_scores(model, data, samples, 8, World(Accelerator()))
@@ -55,3 +61,29 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
         assert found["validation_bits_per_byte"] == pytest.approx(bits)
         even = (scored % 2 == 0).sum().item()
         assert found["validation_accuracy"] == pytest.approx(even / len(scored))
+
+
+@pytest.mark.parametrize("kind", [*ADDS_A_SPACE, *EOS_IN_TEXTS])
+def test_bits_per_byte_are_those_of_eval_and_of_the_text_whatever_its_tokenizer_adds(
+    tmp_path, monkeypatch, kind
+):
+    """Of texts so short that a space before each counts."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f"no {number}\n{number}" for number in range(400)]
+    Path("rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    given = (
+        "model.hidden_size=8 model.num_hidden_layers=1 model.max_position_embeddings=16 "
+        "train.steps=1 train.eval_every=0 train.eval_samples=0 optim.warmup_steps=0 name=short "
+        "data.source=jsonl data.path=rows.jsonl data.validation_fraction=0.5 data.directory=data "
+        f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer', kind)}"
+    )
+    train(load_config(None, given.split()))
+    logged = read_lines(Path("runs/short"))[-1]["validation_bits_per_byte"]
+    whole = evaluate("runs/short/step-1")
+    assert logged == pytest.approx(whole["bits_per_byte"], rel=0.01)  # the end fills no sample
+    half = evaluate("runs/short/step-1", max_tokens=whole["tokens_scored"] // 2)
+    assert half["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.02)
+    read = evaluate("runs/short/step-1", text=["rows.jsonl"])
+    assert read["bytes"] == sum(map(len, texts))
+    part = evaluate("runs/short/step-1", text=["rows.jsonl"], max_tokens=read["tokens_scored"] // 2)
+    assert part["bytes"] == pytest.approx(read["bytes"] / 2, rel=0.02)

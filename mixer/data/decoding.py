@@ -1,0 +1,57 @@
+"""Text from the bytes of a file: UTF-8, or a message about what it is in place of that."""
+
+import codecs
+from contextlib import suppress
+from pathlib import Path
+
+from mixer.common.errors import UserError
+
+MOST_CONTROLS = 0.02  # share of a text's bytes; of compressed data it is a tenth
+CONTROLS = bytes({*range(32), 127} - set(b"\t\n\v\f\r\b\x1b"))
+# With the mark that text may begin with; UTF-32 first, whose mark begins with UTF-16's.
+OTHER_UNICODE = {
+    "UTF-32LE": codecs.BOM_UTF32_LE,
+    "UTF-32BE": codecs.BOM_UTF32_BE,
+    "UTF-16LE": codecs.BOM_UTF16_LE,
+    "UTF-16BE": codecs.BOM_UTF16_BE,
+}
+FIRST_BYTES = 1 << 16  # of a file, which show its encoding
+MOST_PRINTED = 0.95
+
+
+def decoded(data: bytes, file: Path) -> str | None:
+    """The text of a file; None for other content, such as a picture's. Raises UserError for text
+    in another encoding, which is worth converting.
+    """
+    text, problem = None, ""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"{file} is not UTF-8 text ({error}): remove it, or convert it with iconv"
+    controls = len(data) - len(data.translate(None, CONTROLS))
+    has_many = controls > MOST_CONTROLS * len(data)
+    if text is not None and not has_many:
+        return text
+    if encoding := _other_unicode(data[:FIRST_BYTES]):
+        how = f"remove it, or convert it: iconv -f {encoding} -t UTF-8"
+        raise UserError(f"{file} is not UTF-8 text, but {encoding}: {how}")
+    if has_many or b"\0" in data:
+        return None
+    raise UserError(problem)
+
+
+def _other_unicode(data: bytes) -> str:
+    """The encoding of text in UTF-16 or UTF-32, "" of other data. Without a mark nearly all of such
+    text can be printed, and it has null bytes, of spaces and line ends; other text has none.
+    """
+    best, most = "", 0
+    for encoding, mark in OTHER_UNICODE.items():
+        with suppress(UnicodeDecodeError):
+            text = codecs.getincrementaldecoder(encoding)().decode(data)
+            if data.startswith(mark):
+                return encoding
+            printed = sum(character.isprintable() or character.isspace() for character in text)
+            plain = sum(character < "\x80" for character in text)  # few in the other order
+            if b"\0" in data and printed >= MOST_PRINTED * len(text) and plain > most:
+                best, most = encoding, plain
+    return best
