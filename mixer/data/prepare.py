@@ -108,6 +108,9 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
         with time_told("reading the tokenizer, and a sample of the text", say):
             tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
             loses = tokenizing.loss_of_text(tokenizer, texts)
+    if tokenizer.num_special_tokens_to_add(pair=False):
+        # Saved with the model, the BOS or EOS would give other tools other tokens than training's.
+        tokenizer.backend_tokenizer.post_processor = None
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = tokenizing.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
