@@ -16,16 +16,18 @@ endif
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
+	@echo "Setting up .venv with some 130 packages: this takes minutes, and gigabytes where there is a GPU."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@# Python's own pip may be old, and takes three times as long to find 130 packages. A failure is
 	@# ignored: it works, too.
 	-$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --upgrade pip
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^triton==/d)' constraints.txt > .venv/constraints.txt
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 	  -c .venv/constraints.txt -e ".[dev,eval$(if $(TORCH),,,sm70)]"
 	@# Compiles to byte code on all cores (pip uses one), without the packages' own tests and the
 	@# hundreds of models that transformers has. A failure is ignored: Python compiles what is
 	@# missing on import.
+	@echo "Compiling them to byte code."
 	-$(BIN)/python -m compileall -qq -j 0 \
 	  -x '/(tests|testing/_internal|transformers/models/[^/]+)/' .venv/lib
 	echo $(TORCH) > $@
@@ -37,8 +39,9 @@ demo: setup
 	$(BIN)/python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self,"
 
 # Three workers on two cores: tests that start and kill real processes wait half of the time.
+# -vv: with the -q of pyproject.toml, a line for each test.
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --maxfail 10
+	$(BIN)/python -m pytest -vv -n 3 --dist loadgroup --maxfail 10
 
 # Needs a GPU. Checks the kernels for out-of-bounds accesses, races and divergent barriers.
 .PHONY: sanitize
@@ -69,6 +72,17 @@ test-min:
 	build/venv-min/bin/python -m pytest tests/ops/test_ops.py tests/models/test_model.py \
 	  tests/training/test_config.py tests/data tests/training/test_muon.py tests/checkpoints \
 	  -k "not fsdp"
+
+# Tests with the newest packages that pyproject.toml allows, in a separate environment: before a
+# release, as users without constraints.txt get these. torch stays, whose newest wheels are for
+# other GPUs, and pytest, see constraints.txt.
+.PHONY: test-max
+test-max:
+	$(PYTHON) -m venv build/venv-max
+	sed -n '/^\(torch\|triton\|pytest\)==/p' constraints.txt > build/constraints-max.txt
+	build/venv-max/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --upgrade --upgrade-strategy eager -c build/constraints-max.txt -e ".[dev,eval]"
+	build/venv-max/bin/python -m pytest -vv -n 3 --dist loadgroup
 
 # Docker images. The image's user gets the id of whoever builds it. docker/README.md says which image
 # fits which driver and GPU.

@@ -17,10 +17,12 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import run_command
+from mixer.common.files import as_path
 from mixer.common.hardware import commit
+from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
-from mixer.comparison.study import Study
-from mixer.training.config import read_override, read_yaml
+from mixer.comparison.study import open_study
+from mixer.training.config import read_override
 
 
 def main() -> None:
@@ -37,11 +39,13 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     overrides += [text for text in options.only + options.seeds if "=" in text]  # they may follow
     only = [name for name in options.only if "=" not in name]
-    plan, seeds = read_yaml(options.plan), [int(n) for n in options.seeds if "=" not in n]
-    plan |= {"seeds": seeds} if seeds else {}
-    command, given = shlex.join(["python", *sys.argv]), dict(map(read_override, overrides))
-    study = Study(Path(options.output), plan, command, options.commit or commit())
-    sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
+    plan = read_yaml(as_path(options.plan))
+    if seeds := [text for text in options.seeds if "=" not in text]:
+        plan["seeds"] = [int(text) if text.isdecimal() else text for text in seeds]
+    command = shlex.join(["python", *sys.argv])
+    given = dict(map(read_override, overrides))
+    with open_study(Path(options.output), plan, command, options.commit or commit()) as study:
+        sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
 
 
 if __name__ == "__main__":

@@ -10,21 +10,6 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, end_at_interrupt
 
-# Ctrl-C is one line also while a command imports what follows, which takes seconds.
-if sys.argv[0] == "-m" or Path(sys.argv[0]).resolve().parent == Path(__file__).parents[1]:
-    sys.excepthook = end_at_interrupt
-# Idle threads sleep rather than spin on a core that another process could use: where all cores are
-# busy, training is ten times as fast. PyTorch reads the variable when it is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-from mixer.models import shifted_qwen3 as shifted
-from mixer.models.masked_mixer.cache import MixingCache
-from mixer.models.masked_mixer.configuration import MaskedMixerConfig
-from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM, MaskedMixerModel
-from mixer.ops import triangular_conv
-
 __version__ = "0.1.0"
 __all__ = [
     "MaskedMixerConfig",
@@ -35,11 +20,27 @@ __all__ = [
     "__version__",
     "triangular_conv",
 ]
+# Idle threads sleep rather than spin on a core that another process could use: where all cores are
+# busy, training is ten times as fast. PyTorch reads the variable when it is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-for config, model, causal in (
-    (MaskedMixerConfig, MaskedMixerModel, MaskedMixerForCausalLM),
-    (shifted.ShiftedQwen3Config, shifted.ShiftedQwen3Model, shifted.ShiftedQwen3ForCausalLM),
-):
-    AutoConfig.register(config.model_type, config)
-    AutoModel.register(config, model)
-    AutoModelForCausalLM.register(config, causal)
+
+def _is_command() -> bool:
+    """Whether this process is a command of the package, by `python -m mixer.NAME` or by a script
+    beside it.
+    """
+    program, *arguments = getattr(sys, "argv", None) or [""]  # some programs embed Python
+    if program == "-m":  # while Python looks for a module, whose name is before the arguments
+        return sys.orig_argv[-len(arguments) - 1].removeprefix("-m").startswith("mixer.")
+    scripts = Path(__file__).parents[1]
+    return Path(program).resolve() in (scripts / "train.py", scripts / "eval.py")
+
+
+if _is_command():
+    # Ctrl-C is one line also while a command imports what it needs, which takes seconds. It does so
+    # after a look at its options.
+    sys.excepthook = end_at_interrupt
+else:
+    from mixer.models.auto import MaskedMixerConfig, MaskedMixerForCausalLM, MaskedMixerModel
+    from mixer.models.masked_mixer.cache import MixingCache
+    from mixer.ops import triangular_conv

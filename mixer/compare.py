@@ -18,12 +18,15 @@ import sys
 from pathlib import Path
 
 from mixer.common.errors import UserError, command_parser, run_command
+from mixer.common.files import as_path
 from mixer.common.hardware import commit
+from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
-from mixer.comparison.study import Study
-from mixer.models.architecture import OF_MIXERS, OF_TRANSFORMERS, TRANSFORMERS, ModelConfig
+from mixer.comparison.study import open_study
+from mixer.models.architecture import TRANSFORMERS
+from mixer.models.config import OF_MIXERS, OF_TRANSFORMERS, ModelConfig
 from mixer.ops.plain import BACKENDS
-from mixer.training.config import flatten, load_config, read_override, read_yaml
+from mixer.training.config import flatten, load_config, read_override
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,8 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.backends = [text for text in options.backends if "=" not in text]
     plan = plan_of(options, dict(map(read_override, overrides)))
     command = shlex.join(["python", "-m", "mixer.compare", *arguments])
-    study = Study(Path(options.output) / "report", plan, command, commit())
-    sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
+    with open_study(Path(options.output) / "report", plan, command, commit()) as study:
+        sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
 
 
 def plan_of(options: argparse.Namespace, given: dict) -> dict:
@@ -55,7 +58,7 @@ def plan_of(options: argparse.Namespace, given: dict) -> dict:
     models = {name: entrant(name) for name in names}
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}
-    common |= dict(flatten(read_yaml(options.config))) | given
+    common |= dict(flatten(read_yaml(as_path(options.config)))) | given
     common = {key: value for key, value in common.items() if key not in ("name", "output_dir")}
     plan = {"common": common, "seeds": [run.seed + n for n in range(1, seeds)]}
     if not seconds:

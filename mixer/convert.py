@@ -46,15 +46,20 @@ def convert(source: Path, output: Path, named: str | None, mixing: str | None = 
 
 def convert_back(source: Path, output: Path) -> None:
     """Writes the weights of a checkpoint directory as a file for the reference implementation."""
+    _check_new_file(output)
+    check_writable(output.parent)
+    weights = to_reference(pretrained.load_masked_mixer(source))
+    with whole_file(output) as stage:
+        _check_new_file(output)  # another process may have written it
+        save_file(weights, stage, metadata={"format": "pt"})
+    print(f"wrote {output}")
+
+
+def _check_new_file(output: Path) -> None:
     if output.exists() or output.suffix != ".safetensors":
         raise UserError(
             f"--output is {output}; with --back give a .safetensors file that does not exist yet"
         )
-    check_writable(output.parent)
-    weights = to_reference(pretrained.load_masked_mixer(source))
-    with whole_file(output) as stage:
-        save_file(weights, stage, metadata={"format": "pt"})
-    print(f"wrote {output}")
 
 
 def convert_mixing(source: Path, output: Path, form: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import fields
 
 from mixer.checkpoints.pretrained import settled
 from mixer.common.errors import command_parser, run_command
-from mixer.distributed.world import follow_launcher
+from mixer.distributed.launcher import follow_launcher
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 
 

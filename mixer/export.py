@@ -16,10 +16,10 @@ from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settle
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import as_path, check_new
 from mixer.common.hardware import TYPES
+from mixer.common.values import as_yaml
 from mixer.data.tokenizer import read_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.reporting.text import read_metrics
-from mixer.training.config import as_yaml
 
 # Settings that may be paths of the training machine, and are left out.
 MAY_BE_PATHS = {"data.path", "data.validation_path", "data.tokenizer", "train.init_from"}

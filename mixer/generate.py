@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, set_seed
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
@@ -23,8 +22,9 @@ GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
 def continuations(
     checkpoint: str, prompts: list[str], new_tokens: int, temperature: float, seed: int
 ) -> list[str]:
-    """Each prompt and its continuation, all in one batch, sampled from the 50 likeliest tokens, or
-    greedy at temperature 0. Raises UserError for whatever cannot be used, and too little memory.
+    """Each prompt and its continuation, sampled from the 50 likeliest tokens, or greedy at
+    temperature 0. One prompt at a time, as not every model leaves out the padding of a batch.
+    Raises UserError for whatever cannot be used, and too little memory.
     """
     if not (new_tokens > 0 and 0 <= temperature < math.inf and 0 <= seed < 2**32):
         said = f"--new-tokens {new_tokens} --temperature {temperature:g} --seed {seed}"
@@ -33,34 +33,30 @@ def continuations(
         if not (prompt and is_plain_text(prompt)):
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
     device = choose_device("auto", "fp32")
-    sizes = f"{len(prompts)} prompt(s) at once, --new-tokens {new_tokens}"
-    lower = "Give fewer prompts at once, or a smaller --new-tokens"
+    sizes, lower = f"--new-tokens {new_tokens}", "Give a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, lower):
         model, tokenizer = load_checkpoint(settled(checkpoint), device)
         encode = text_encoder(tokenizer)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        if len(prompts) > 1 and not tokenizer.pad_token:
-            raise UserError("the tokenizer has no padding or EOS token: give only one prompt")
         rows = [torch.from_numpy(encode(prompt).astype(np.int64)) for prompt in prompts]
         for prompt, row in zip(prompts, rows, strict=True):
             if not len(row):
                 raise UserError(f"the prompt {prompt[:50]!r} has no tokens: give another")
-        on_the_left = {"batch_first": True, "padding_side": "left"}
-        pad = tokenizer.pad_token_id or 0  # of one prompt, nothing is padded
-        ids = pad_sequence(rows, padding_value=pad, **on_the_left).to(device)  # (prompts, tokens)
-        mask = pad_sequence(list(map(torch.ones_like, rows)), **on_the_left).to(device)
-        check_token(int(ids.max()), model, "a prompt")
-        given = f"the prompt has {ids.shape[1]} tokens, --new-tokens is {new_tokens}"
-        check_length(ids.shape[1] + new_tokens, model, checkpoint, given)
+            check_token(int(row.max()), model, "a prompt")
+            given = f"the prompt has {len(row)} tokens, --new-tokens is {new_tokens}"
+            check_length(len(row) + new_tokens, model, checkpoint, given)
         # Whatever generation_config.json says: beams, several texts for a prompt, another output.
         eos = model.generation_config.eos_token_id
         model.generation_config = GenerationConfig(eos_token_id=eos)
-        how = {"max_new_tokens": new_tokens, "pad_token_id": tokenizer.pad_token_id}
+        how = {"max_new_tokens": new_tokens, "pad_token_id": 0}  # nothing is padded
         if temperature >= GREEDY_BELOW:
             how |= {"do_sample": True, "temperature": temperature, "top_k": 50}
-        set_seed(seed)
-        output = model.generate(ids, attention_mask=mask, **how)
-    return tokenizer.batch_decode(output, skip_special_tokens=True)
+        texts = []
+        for row in rows:
+            set_seed(seed)
+            ids = row[None].to(device)
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            texts.append(tokenizer.decode(output[0], skip_special_tokens=True))
+    return texts
 
 
 def main() -> None:

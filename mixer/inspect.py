@@ -15,7 +15,13 @@ from torch import nn
 
 from mixer.checkpoints.pretrained import load_masked_mixer, settled
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import as_path, check_writable, directory_for, whole_directory
+from mixer.common.files import (
+    as_path,
+    check_writable,
+    directory_for,
+    results_locked,
+    whole_directory,
+)
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.reporting.figure import PLAIN, curves, log_axis, log_means, new_figure
 from mixer.reporting.text import table, wrapped
@@ -38,7 +44,7 @@ def main(arguments=None) -> None:
     check_writable(output)
     model = load_masked_mixer(options.checkpoint)
     rows, curves_by_lag, pages = [], {}, ["by_lag.png"]
-    with whole_directory(output) as stage:
+    with results_locked(output), whole_directory(output) as stage:
         for number, layer in enumerate(model.model.layers):  # in memory are those of one layer
             if matrices := mixing_matrices(layer):  # attention has none
                 pages.append(f"layer-{number:02d}.png")

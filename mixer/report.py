@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import as_path, check_writable, whole_file
+from mixer.common.files import as_path, check_writable, results_locked, whole_file
+from mixer.common.values import read_yaml
 from mixer.reporting.figure import GREY, PLAIN, curves, short_name
-from mixer.reporting.text import read_metrics, series, table
-from mixer.training.config import read_yaml
+from mixer.reporting.text import SECONDS, read_metrics, series, table
 
 MOST_MEANS = 50  # points of a smoothed curve
 
@@ -36,7 +36,7 @@ def main(arguments=None) -> None:
     for run in options.run:
         read_metrics(run)  # before output: a checkpoint given as a run is the wrong run
     check_writable(output.parent)
-    with whole_file(output) as stage:
+    with results_locked(output), whole_file(output) as stage:
         if len(options.run) == 1:
             plot_training(first, stage, options.published)
         else:
@@ -73,7 +73,8 @@ def plot_training(run: Path, output: Path, published: str | None = None) -> None
 def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
     """(step, loss) of each point of each run in a file. Raises UserError if it has others."""
     try:
-        runs = {name: sorted(run["losses"].items()) for name, run in read_yaml(file).items()}
+        given = read_yaml(as_path(file))
+        runs = {name: sorted(run["losses"].items()) for name, run in given.items()}
         if not all(runs.values()):
             raise ValueError("a run without losses")
         return {name: [(int(at), float(loss)) for at, loss in run] for name, run in runs.items()}
@@ -101,7 +102,7 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
         logged, each = series([line for line in lines if "loss" in line], "seconds")
         seconds = np.interp(steps, [0, *logged], np.cumsum([0.0, *each])).tolist()
         bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
-        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:.1f}"}
+        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:{SECONDS}}"}
         rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
         drawn.append((short_name(name), seconds, losses, bits))
     in_bits = tokens_differ(rows) and all(row["bits/byte"] != "-" for row in rows)

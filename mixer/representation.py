@@ -24,7 +24,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import as_path, check_writable, directory_for, whole_directory
+from mixer.common.files import (
+    as_path,
+    check_writable,
+    directory_for,
+    results_locked,
+    whole_directory,
+)
 from mixer.evaluation import evaluate, texts
 from mixer.evaluation.scoring import DEVICES, choose_device
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
@@ -50,12 +56,13 @@ def main(arguments=None) -> None:
     options = parser.parse_args(arguments)
     output = as_path(options.output or directory_for(options.checkpoint, "representation"))
     check_writable(output)
-    result = representation(options)
-    text = report(result)
-    print(text)
-    with whole_directory(output) as stage:
-        (stage / "representation.md").write_text(f"# Representation\n\n{text}\n")
-        (stage / "representation.json").write_text(json.dumps(result, indent=2) + "\n")
+    with results_locked(output):
+        result = representation(options)
+        text = report(result)
+        print(text)
+        with whole_directory(output) as stage:
+            (stage / "representation.md").write_text(f"# Representation\n\n{text}\n")
+            (stage / "representation.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"\nrepresentation.json and .md are in {output}")
 
 

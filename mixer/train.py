@@ -7,9 +7,8 @@ Outside a checkout, run `python -m mixer.train` instead of train.py.
 """
 
 from mixer.common.errors import UserError, command_parser, run_command
-from mixer.distributed.world import follow_launcher
+from mixer.distributed.launcher import follow_launcher
 from mixer.training.config import describe_options, load_config
-from mixer.training.loop import train
 
 
 def main() -> None:
@@ -17,9 +16,13 @@ def main() -> None:
     parser.add_argument("--config", help="YAML file, such as configs/demo.yaml")
     options, overrides = parser.parse_known_args()
     follow_launcher()
-    if not (options.config or overrides):
+    if options.config is None and not overrides:
         raise UserError("give --config FILE, such as configs/demo.yaml")
-    train(load_config(options.config, overrides))
+    run = load_config(options.config, overrides)
+    # Only now, as this takes seconds, and a wrong option is refused at once.
+    from mixer.training.loop import train
+
+    train(run)
 
 
 if __name__ == "__main__":

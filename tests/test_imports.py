@@ -2,10 +2,14 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
+
+import pytest
 
 import mixer
 
@@ -79,3 +83,34 @@ def test_each_folder_says_what_its_files_are():
 def test_no_modules_import_each_other_in_a_circle():
     graph = {module: set(imported(module, whole=False)) - {"mixer"} for module in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_what_asks_the_auto_classes_for_a_model_has_registered_ours():
+    """Commands do not import all of the package."""
+    graph = {module: set(imported(module, whole=True)) - {"mixer"} for module in MODULES}
+    asks = re.compile(r"\bAuto(Model\w*|Config)\b[.,)]")
+    for module in [name for name in MODULES if not name.startswith("mixer.models")]:
+        path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        if path.is_file() and asks.search(path.read_text(encoding="utf-8")):
+            reached, new = set(), {module}
+            while new:
+                reached |= new
+                new = set().union(*(graph[each] for each in new)) - reached
+            assert "mixer.models.auto" in reached, module
+
+
+@pytest.mark.parametrize("command", ["train.py", "-m mixer.train", "-mmixer.train"])
+def test_a_wrong_option_is_refused_before_anything_is_imported_that_takes_time(command):
+    arguments = [sys.executable, "-X", "importtime", *command.split(), "train.stepz=1"]
+    output = {"capture_output": True, "text": True, "cwd": PACKAGE.parent}
+    ended = subprocess.run(arguments, **output)
+    assert ended.returncode == 2 and "unknown key train.stepz" in ended.stderr
+    found = set(re.findall(r"(?m)^import time: .* \| +(\w+)$", ended.stderr))
+    assert "yaml" in found and not found & {"torch", "transformers", "accelerate", "numpy"}
+
+
+def test_a_command_registers_the_models_that_it_loads(finished, tmp_path):
+    arguments = [sys.executable, "-m", "mixer.generate", "--checkpoint", str(finished / "best")]
+    options = ["--prompt", "def", "--new-tokens", "2"]
+    ended = subprocess.run([*arguments, *options], cwd=PACKAGE.parent, capture_output=True)
+    assert ended.returncode == 0 and ended.stdout.startswith(b"def")

@@ -24,12 +24,12 @@ A checkpoint is complete or does not exist: everything is written to step-1000.p
 disk, and renamed. Older checkpoints are deleted only after that. None holds a NaN or an infinity.
 """
 
+import itertools
 import json
-import math
 import os
 import re
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.common.errors import NotFinite, Say, UserError
 from mixer.common.files import (
@@ -48,9 +48,13 @@ from mixer.common.files import (
     if_supported,
     publish,
     read_json,
+    remove,
     sha256,
 )
+from mixer.common.terminal import counted
+from mixer.common.values import shape_problem
 from mixer.distributed.world import World
+from mixer.models.auto import causal_class
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 
 FORMAT = 2
@@ -59,6 +63,9 @@ TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
 MODULES = "modules.json"
+# Of trainer.json, which commands read beyond the numbers that each needs.
+OF_TRAINER = {"settings": {"data": {str: object}, str: object}, "earlier": {str: {str: object}}}
+OF_TRAINER |= {str: object}
 REMEDY = "copy the checkpoint again, or give another one"
 # Files that nothing loads, and that may be added to a checkpoint.
 UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
@@ -83,8 +90,13 @@ def read_trainer(checkpoint: Path, **needed: Any) -> dict[str, Any]:
     be read, or lacks what every command or the caller needs, of these types.
     """
     file = checkpoint / TRAINER
+    if not file.is_file():
+        return {}
     needed |= {"step": int, "tokens": int, "data_directory": str}
-    return read_json(file, REMEDY, required=needed) if file.is_file() else {}
+    values = read_json(file, REMEDY, required=needed)
+    if problem := shape_problem(values, OF_TRAINER, TRAINER):
+        raise UserError(f"{file} is damaged ({problem}): {REMEDY}")
+    return values
 
 
 def earlier_settings(earlier: dict[str, dict[str, Any]]) -> list[str]:
@@ -147,8 +159,8 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
         say(f"skipping {path}: {problem}")
     if candidates:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
-            f"none of {len(candidates)} checkpoint(s) can be used ({path}: {problem}); give "
-            "another checkpoint.resume, or choose another name to start afresh"
+            f"none of {counted(len(candidates), 'checkpoint')} can be used ({path}: {problem}); "
+            "give another checkpoint.resume, or choose another name to start afresh"
         )
     return None
 
@@ -176,26 +188,35 @@ def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
             _remove(path)
 
 
-def link_best(directory: Path, validation_losses: dict[int, float | None]) -> None:
-    """Links `best` to the checkpoint with the lowest validation loss, if there is one.
+def link_best(
+    directory: Path, validation_losses: dict[int, float | None], say: Say = print
+) -> None:
+    """Links `best` to the checkpoint with the lowest validation loss, if there is one. A folder of
+    that name, which a copy of a run has if links were followed, is renamed.
 
     validation_losses: by step; None or NaN where the loss was not finite.
     """
     found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
-    scored = {name: loss for name, loss in found.items() if math.isfinite(loss or math.nan)}
+    scored = {name: loss for name, loss in found.items() if loss is not None and isfinite(loss)}
     if not scored:
         return
-    best, partial = min(scored, key=scored.get), directory / "best.partial"
-    partial.unlink(missing_ok=True)
-    otherwise = f"there is no {directory / 'best'}, and {best} is kept no longer than the others"
+    best = min(scored, key=scored.get)
+    link, partial = directory / "best", directory / "best.partial"
+    remove(partial)
+    otherwise = f"there is no {link}, and {best} is kept no longer than the others"
     if if_supported(otherwise, os.symlink, best, partial):
-        os.replace(partial, directory / "best")
+        if link.is_dir() and not link.is_symlink():
+            names = (directory / f"best-copy-{number}" for number in itertools.count(1))
+            aside = next(path for path in names if not os.path.lexists(path))
+            os.rename(link, aside)
+            say(f"{link} was a folder, and is {aside} now: training links it to {best}")
+        os.replace(partial, link)
 
 
 def remove_partial(directory: Path) -> None:
     """Deletes what a killed save or deletion has left behind."""
     for path in directory.glob("step-*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 def _remove(checkpoint: Path) -> None:
@@ -203,9 +224,9 @@ def _remove(checkpoint: Path) -> None:
     cannot be deleted, as on NFS while another process reads them, go at the run's next start.
     """
     doomed = checkpoint.with_name(checkpoint.name + ".old.partial")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
     os.rename(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove(doomed)
 
 
 # ------------------------------------------------------------------------- written by a run
@@ -216,7 +237,7 @@ class CheckpointWriter:
     gathers the shards of the others.
 
     `save` returns when the state is copied to the host's memory. An error in the writing thread is
-    raised by the next `save` or `wait`.
+    raised by the next call.
     """
 
     def __init__(
@@ -256,7 +277,14 @@ class CheckpointWriter:
     def link_best(self, validation_losses: dict[int, float]) -> None:
         """Links `best` to the best checkpoint, once the pending ones are written."""
         # A copy, because training adds losses while the thread reads them.
-        self._submit(link_best, self.directory, dict(validation_losses))
+        self._submit(link_best, self.directory, dict(validation_losses), self.world.say)
+
+    def raise_failure(self) -> None:
+        """Raises OSError if the system has refused to write the last checkpoint. Waits for
+        nothing.
+        """
+        while self.jobs and self.jobs[0].done():
+            self.jobs.pop(0).result()
 
     def wait(self) -> None:
         """Waits until all is written. Raises OSError if the system refused to write it."""
@@ -301,7 +329,7 @@ class CheckpointWriter:
             flush(self.directory / "metrics.jsonl")
             complete(partial, final)
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)  # its space may be what is missing
+            remove(partial)  # its space may be what is missing
             raise as_system_error(error) from error
         self.world.say(f"saved {final}")
         prune(self.directory, trainer["step"], self.keep, self.keep_every)
@@ -311,8 +339,8 @@ class CheckpointWriter:
         now, and training has changed them since they were copied.
         """
         config = type(self.model.config).from_dict(self.model.config.to_dict())
-        kind = AutoModelForCausalLM._model_mapping[type(config)]
-        config.architectures, config.dtype = [kind.__name__], torch.float32
+        config.architectures = [causal_class(config).__name__]
+        config.dtype = torch.float32
         if isinstance(config, MaskedMixerConfig):
             config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without
         for part in (config, self.model.generation_config, self.tokenizer):

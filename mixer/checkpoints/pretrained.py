@@ -25,8 +25,6 @@ from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
-# Embeddings are padded up to a multiple of a round number; no model is known to pad by more.
-LARGEST_PADDING = 1024
 # A number of layers in config.json, under the names that configurations of transformers have.
 LAYERS = re.compile(r'"(num_hidden_layers|num_layers|n_layers?)": *(-?\d+)')
 
@@ -106,16 +104,13 @@ def load_checkpoint(
     """(model in fp32 on the device and in eval mode, tokenizer) of any causal language model.
 
     backend: the mixing backend of a masked mixer; empty: what the checkpoint says. Raises UserError
-    if the directory is incomplete or damaged, if transformers does not know the model as a causal
-    language model, and if the tokenizer is another model's.
+    if the directory is incomplete or damaged, and if transformers does not know the model as a
+    causal language model. The tokenizer may have other ids than the model: see `check_token`.
     """
     check_checkpoint(directory)
     config, tokenizer = load_model_config(directory), read_tokenizer(str(directory))
     if backend and isinstance(config, MaskedMixerConfig):
         config.mixing_backend = backend
-    vocab_size = config.get_text_config().vocab_size
-    if vocab_size > vocabulary_size(tokenizer):  # ids beyond the model's are refused in texts
-        check_vocabulary(tokenizer, vocab_size, f"the tokenizer in {directory}")
     return load_model(directory, config).to(device).eval(), tokenizer
 
 
@@ -231,14 +226,14 @@ def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: str) -> None:
     """Raises UserError unless the tokenizer can be the model's, which may have more ids (padding),
-    but not fewer, and not many more. what: names the tokenizer.
+    but not fewer. what: names the tokenizer.
     """
     ids = vocabulary_size(tokenizer)
-    if not ids <= vocab_size <= ids + LARGEST_PADDING:
+    if ids > vocab_size:
         raise UserError(
-            f"{what} has {ids} ids, the model {vocab_size}; allowed: as many in the model, or up "
-            f"to {LARGEST_PADDING} more: give the tokenizer that the model was trained with (for a "
-            "run, the tokenizer/ folder of its data)"
+            f"{what} has {ids} ids, the model {vocab_size}; allowed: as many in the model, or more:"
+            " give the tokenizer that the model was trained with (for a run, the tokenizer/ folder "
+            "of its data)"
         )
 
 

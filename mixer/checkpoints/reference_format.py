@@ -13,7 +13,12 @@ saved once (safetensors.torch.save_model). ASSUMED is what a state dict does not
 MLPMixer, the structured one, has each block's MLP first, with SiLU, and saves a decay as d, here
 1 - d. Tokens stand in columns there, so the author's ColRepeat has our heads by row, and RowRepeat
 has heads by column. Keys and shapes do not tell these two, or weights by lag, apart. Heads that are
-one layer, ParallelRepeatHeads, are read as the separate ones of MixedRepeatHeads.
+one layer, ParallelRepeatHeads and ParallelToeplitzHeads, are read as the separate ones of
+MixedRepeatHeads and ToeplitzHeads. All Toeplitz mixers and some recurrent ones have a dropout in
+the MLP, which has no weights but moves the number of the layer behind it: `reference_dropout` in
+the configuration keeps which, for the way back.
+
+A file without lm_head, or without the embedding, is of a model that ties the two.
 """
 
 import itertools
@@ -43,8 +48,10 @@ SHARED = (
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
     *("mixing_init", "kaiming_init", "mixing_backend"),
 )
-EMBEDDING, BLOCKS = "model.embed_tokens", "model.layers"
+EMBEDDING, BLOCKS, HEAD = "model.embed_tokens", "model.layers", "lm_head"
 PARALLEL = ".mixer_heads.weight"  # of all heads of a structured mixer, where they are one layer
+BEHIND_DROPOUT, WITHOUT_DROPOUT = "channel_mixing_layer.3.", "channel_mixing_layer.2."
+EXPANDED = re.compile(r"token_mixing_layer\.(mixer_heads\.\d+\.)?3\.weight")
 Weights = Mapping[str, Tensor]
 
 
@@ -65,6 +72,7 @@ LANGUAGE_MIXER = Format(
     names={
         EMBEDDING: "wte",
         BLOCKS: "mixerblocks",
+        HEAD: "lm_head",
         "mixing_norm": "seq_layernorm",
         "mlp_norm": "patch_layernorm",
         "mlp.up_proj": "patch_ff.0",
@@ -80,7 +88,7 @@ STRUCTURED_MIXER = Format(
     names={
         EMBEDDING: "input_layer",
         BLOCKS: "mixer_blocks",
-        "lm_head": "output_layer",
+        HEAD: "output_layer",
         "mixing_norm": "token_norm",
         "mlp_norm": "channel_norm",
         "mlp.up_proj": "channel_mixing_layer.0",
@@ -121,15 +129,25 @@ def from_reference(source: Weights, mixing: str | None = None) -> MaskedMixerFor
     is_structured = any("mixer_blocks." in key for key in source)
     form = STRUCTURED_MIXER if is_structured else LANGUAGE_MIXER
     is_parallel = any(key.endswith(PARALLEL) for key in source)
-    if (mixing is not None) != is_structured or (is_parallel and mixing != "mixed"):
+    is_wrong = is_parallel and mixing not in ("mixed", "lags")
+    if (mixing is not None) != is_structured or is_wrong:
         raise UserError(
             f"these are the weights of {form.model}, and --mixing is {mixing}; allowed: no --mixing"
             " for a LanguageMixer; for a structured mixer, lags (the author's Toeplitz layers), "
-            "rows (ColRepeat), columns (RowRepeat) or mixed (MixedRepeatHeads, and always for "
-            "ParallelRepeatHeads)"
+            "rows (ColRepeat), columns (RowRepeat) or mixed (MixedRepeatHeads); for heads that are "
+            "one layer, lags (ParallelToeplitzHeads) or mixed (ParallelRepeatHeads)"
         )
-    source = _with_separate_heads(_with_known_names(source))
-    model = MaskedMixerForCausalLM(_config(source, form, mixing)).eval()
+    if expanded := next(filter(EXPANDED.search, source), None):
+        problem = f"has {expanded}: two layers that mix tokens, with a SiLU between"
+        raise UserError(f"{form.model} that {problem}, does not exist here and is not converted")
+    source = _with_known_names(source)
+    has_dropout = any(BEHIND_DROPOUT in key for key in source)
+    source = {key.replace(BEHIND_DROPOUT, WITHOUT_DROPOUT): x for key, x in source.items()}
+    source = _with_both_embeddings(_with_separate_heads(source), form)
+    config = _config(source, form, mixing)
+    if is_structured:
+        config.reference_dropout = has_dropout
+    model = MaskedMixerForCausalLM(config).eval()
     _fill(dict(_pieces(model.state_dict(), model.config, form)), source, form)
     for name, parameter in model.named_parameters():
         if name.endswith("conv.weight"):
@@ -165,10 +183,13 @@ def to_reference(model: MaskedMixerForCausalLM) -> dict[str, Tensor]:
             if isinstance(module, TriangularConv):
                 tensors.pop(f"{name}.lags", None)
                 tensors[f"{name}.weight"] = module.mixing_weight().detach().tril()
-    return {
+    state = {
         key: _decay(key, piece).clone(memory_format=torch.contiguous_format)
         for key, piece in _pieces(tensors, config, form)
     }
+    if getattr(config, "reference_dropout", config.mixing_weight == "lags"):
+        return {key.replace(WITHOUT_DROPOUT, BEHIND_DROPOUT): x for key, x in state.items()}
+    return state
 
 
 def _decay(key: str, tensor: Tensor) -> Tensor:
@@ -214,9 +235,16 @@ def _with_known_names(source: Weights) -> dict[str, Tensor]:
     return known
 
 
+def _with_both_embeddings(source: Weights, form: Format) -> dict[str, Tensor]:
+    """The state dict with the tensor that a tied model has only once under both of its names."""
+    names = [f"{form.names[part]}.weight" for part in (EMBEDDING, HEAD)]
+    once = [source[name] for name in names if name in source]
+    return dict(source) if not once else {name: once[0] for name in names} | dict(source)
+
+
 def _with_separate_heads(source: Weights) -> dict[str, Tensor]:
-    """The state dict with each head of ParallelRepeatHeads by itself, as in MixedRepeatHeads. All
-    have the second of the layer's two decays: the author's code never reads the first.
+    """The state dict with heads that are one layer each by itself. All have the second of the
+    layer's two decays: the author's code never reads the first.
     """
     names = {"in_proj": "proj_head", "mixer_heads": "mixer_heads"}
     separate = {}
@@ -235,7 +263,8 @@ def _with_separate_heads(source: Weights) -> dict[str, Tensor]:
 
 def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerConfig:
     """The sizes of the model, from the tensors of the first block. `_fill` checks the others."""
-    embedding, blocks, up_proj = (form.names[ours] for ours in (EMBEDDING, BLOCKS, "mlp.up_proj"))
+    parts = (EMBEDDING, BLOCKS, HEAD, "mlp.up_proj")
+    embedding, blocks, lm_head, up_proj = (form.names[ours] for ours in parts)
     block, convs = f"{blocks}.0.", f"{blocks}.0.{form.heads}."
     heads = len({key.removeprefix(convs).split(".")[0] for key in source if key.startswith(convs)})
     is_expanded = f"{block}conv.0.weight" in source
@@ -259,6 +288,7 @@ def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerCon
             mixer_projections=not heads or form is LANGUAGE_MIXER or out_proj in source,
             mixing_weight=mixing or "full",
             mixing_decay=f"{conv}.decay_value" in source,
+            tie_word_embeddings=_are_equal(*(source[f"{n}.weight"] for n in (embedding, lm_head))),
             **form.fixed,
         )
     except (KeyError, ValueError) as error:
@@ -266,6 +296,10 @@ def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerCon
             f"these are not the weights of {form.model} ({first_line(error)}); the first keys are "
             f"{', '.join(sorted(source)[:4])}: give its whole state dict"
         ) from None
+
+
+def _are_equal(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
 def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) -> None:

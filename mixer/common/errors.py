@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from mixer.common.terminal import LastingStream
+
 Say = Callable[[str], None]  # tells the user a line of progress
 
 
@@ -31,11 +33,13 @@ def command_parser(name: str | None, about: str, **how) -> argparse.ArgumentPars
 
 def run_command(main: Callable[[], None]) -> None:
     """Runs a command's `main`. A UserError or a system error, such as a full disk, becomes a line
-    on stderr and exit status 2; Ctrl-C becomes 130. In a launch only rank 0 prints.
+    on stderr and exit status 2, also if nobody reads it; Ctrl-C becomes 130. In a launch only
+    rank 0 prints.
     """
     sys.excepthook = end_at_interrupt
-    if sys.stdout is None:  # the shell has closed it
-        sys.stdout = open(os.devnull, "w")
+    _fill_closed_descriptors()
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = LastingStream(sys.stderr)
     # Characters that the output cannot show, such as a path's odd bytes, are written as \x...
     with suppress(OSError):  # if nobody reads the output
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -49,6 +53,17 @@ def run_command(main: Callable[[], None]) -> None:
             sys.stdout = open(os.devnull, "w")
         say_on_stderr(f"error: {error}")
         sys.exit(2)
+
+
+def _fill_closed_descriptors() -> None:
+    """Opens those of stdin, stdout and stderr that the shell has closed: the next file that is
+    opened would get their numbers, and what is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
 
 
 def end_at_interrupt(kind, error, trace) -> None:
@@ -103,6 +118,11 @@ def is_launched() -> bool:
 def rank() -> int:
     """0 if no launcher has started this process."""
     return int(os.environ["RANK"]) if is_launched() else 0
+
+
+def processes() -> int:
+    """How many the launcher has started; 1 if none has."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
 
 
 def oddity() -> str:

@@ -12,12 +12,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any
 
 import psutil
 
 from mixer.common.errors import UserError, first_line, say_on_stderr
-from mixer.common.options import is_plain_text, type_name
+from mixer.common.options import is_plain_text
+from mixer.common.values import shape_problem
 
 STAGE = ".partial-"  # the names of what is being written begin with this; then HOST@NAME
 # The umask can only be read by setting it, which affects all threads: once, at the import.
@@ -261,6 +262,23 @@ def as_path(name: str | Path) -> Path:
 # ------------------------------------------------------------------------- where results go
 
 
+def results_locked(output: Path) -> AbstractContextManager[None]:
+    """Holds the lock of a command's results, a file or a directory, while the command works. What
+    `whole_file` and `whole_directory` take is held while they write, and another one.
+
+    Raises UserError if another command works on the same results, one of which would be lost.
+    """
+
+    def refuse() -> None:
+        raise UserError(
+            f"{output} is being written by another command: wait for it, or choose another --output"
+        )
+
+    place = Path(os.path.realpath(output))
+    place = place / place.name if place.is_dir() else place  # which may be a mounted disk
+    return locked(place.with_name(f"{STAGE}{place.name}.results"), refuse)
+
+
 def check_new(output: Path) -> None:
     """Raises UserError unless `output` is new or an empty directory. Temporary files of
     `whole_directory` do not count.
@@ -312,8 +330,8 @@ def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "")
 def read_json(file: Path, remedy: str, required: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The object that a JSON file holds.
 
-    required: keys with the types of their values, such as int or str | None. Raises UserError
-    that ends in `remedy`, which says what to do.
+    required: keys with the shapes of their values (see shape_problem), such as int or {str: dict}.
+    Raises UserError that ends in `remedy`, which says what to do.
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -337,12 +355,10 @@ def _object_problem(values: Any, required: Mapping[str, Any]) -> str:
         return "it holds a null character"
     if not isinstance(values, dict):
         return f"it holds {type(values).__name__}, allowed: an object with keys"
-    for key, kind in required.items():
-        if key not in values:
-            return f"{key} missing"
-        if type(values[key]) not in (get_args(kind) or (kind,)):
-            return f"{key} = {repr(values[key])[:60]}, allowed: {type_name(kind)}"
-    return ""
+    if missing := [key for key in required if key not in values]:
+        return f"{missing[0]} missing"
+    problems = (shape_problem(values[key], shape, key) for key, shape in required.items())
+    return next(filter(None, problems), "")
 
 
 def cache_home() -> Path:

@@ -19,7 +19,7 @@ BOUNDS = {
     "below": ("below {}", operator.lt),
 }
 TYPES = {bool: "true or false", int: "a whole number", float: "a finite number"}
-TYPES |= {str: "text in quotes", type(None): "null"}
+TYPES |= {str: "text in quotes", type(None): "null", list: "a list", dict: "keys with values"}
 
 
 def option(default: Any, help: str, choices: Collection[str] = (), **bounds: float) -> Any:

@@ -15,17 +15,30 @@ A plan has `common`, the options of all runs by section.key, and either
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better of their rates, with
 other initial weights and data. Where a plan or a run names a configuration as its `recipe`, the
 optimizer and the initial mixing weights come from it, but not their form, model.mixing_weight.
+`options` is a place for what other parts refer to (YAML's anchors).
 """
 
+import re
 import shlex
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
+from mixer.common.files import as_path
+from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size
-from mixer.training.config import RunConfig, load_config, override, read_yaml
+from mixer.training.config import RunConfig, flatten, load_config, override
 
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
+OPTIONS = {str: object}  # of runs, by section.key; load_config checks them
+OWN = {"recipe": str} | OPTIONS
+SHAPE = {
+    **{"common": OPTIONS, "recipe": str, "options": object, "seeds": [int]},
+    **{"runs": {str: dict | None}, "reference": str},
+    **{"kinds": {str: {str | int | float: dict | None}}, "pretraining": OPTIONS},
+    **{"seconds": float, "seconds_of_best": [float], "rates": [float], "sweep_share": float},
+}
 
 
 @dataclass(frozen=True)
@@ -38,8 +51,18 @@ class Run:
     keeps: bool = False  # whether its checkpoint stays, for others to start from
 
     @property
+    def folder(self) -> str:
+        """The name of its directory, which is the same for names that differ by signs alone."""
+        return re.sub(r"[^\w.+-]+", "-", self.name)
+
+    @property
     def rate(self) -> float:
         return self.settings.get("optim.lr") or RunConfig().optim.lr
+
+    @property
+    def measuring_steps(self) -> int:
+        """How long a run is that measures the speed."""
+        return 4 * self.settings.get("logging.log_every", RunConfig().logging.log_every)
 
     def config(self, *changes: str) -> RunConfig:
         return load_config(None, [*(override(*item) for item in self.settings.items()), *changes])
@@ -65,17 +88,16 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     """The jobs of the runs, kinds or models that `only` names, or of all.
 
     given: options of the command line, by section.key. known: rows of the runs that have ended.
-    Raises UserError for options that are not allowed, or other than those of a known run.
+    Raises UserError for values and options that are not allowed, for names that would be mixed up,
+    and for options other than those of a known run.
     """
-    is_whole = "common" in plan and ("runs" in plan or {"kinds", "seconds"} <= plan.keys())
-    if not is_whole or ("rates" in plan) != ("sweep_share" in plan):
-        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`; optionally `rates` and"
-        raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
+    check_plan(plan)
 
     def options(own: dict | None) -> dict:
         """All options of a run or model; later ones win."""
-        chosen = recipe(plan) | plan["common"] | recipe(own or {}) | given | (own or {})
-        return {key: value for key, value in chosen.items() if key != "recipe"}
+        own = dict(own or {})
+        chosen = recipe(own.pop("recipe", None))
+        return recipe(plan.get("recipe")) | plan["common"] | chosen | given | own
 
     runs = [Run(name, options(own)) for name, own in plan.get("runs", {}).items()]
     models = [
@@ -87,10 +109,16 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     if unknown := sorted({*only} - names):
         allowed = shlex.join(sorted(names))
         raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
-    for run in [*runs, *models]:
-        (run.timed(0, run.rate, 100) if run.about else run).config()  # refuses what is not allowed
-        check_known(run, known)
     seeds, jobs = plan.get("seeds", []), []
+    firsts = [first_of(plan, model) for model in models] if "pretraining" in plan else []
+    repeated = [run.with_seed(seed) for run in [*runs, *models] for seed in seeds]
+    check_names([*runs, *models, *firsts, *repeated])
+    for run in [*runs, *models, *firsts, *repeated]:  # refuses what is not allowed
+        unmeasured = ["train.steps=1000000"] if "kind" in run.about else []
+        run.config(f"name={run.folder}", *unmeasured)
+    for run in [*runs, *models]:
+        check_known(run, known)
+    check_data([*runs, *models, *firsts], known)
     for run in runs:
         if not only or run.name in only:
             jobs.append(each for each in [run, *map(run.with_seed, seeds)])
@@ -101,13 +129,47 @@ def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
     return jobs
 
 
-def recipe(changes: dict) -> dict:
+def check_plan(plan: dict) -> None:
+    """Raises UserError for a plan that lacks something, and names what is of another kind."""
+    if problem := shape_problem(plan, SHAPE, "the plan"):
+        raise UserError(problem)
+    runs, kinds = plan.get("runs", {}), plan.get("kinds", {})
+    parts = {"common", "seconds", "kinds"} if kinds else {"common", "runs"}
+    sweep = {"rates", "sweep_share"} & plan.keys()
+    is_empty = not (runs or kinds) or not all([*kinds.values(), plan.get("rates", True)])
+    if is_empty or (runs and kinds) or not parts <= plan.keys() or len(sweep) == 1:
+        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`; optionally `rates` and"
+        raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
+    for name, own in [*runs.items(), *(item for sizes in kinds.values() for item in sizes.items())]:
+        if problem := shape_problem(own or {}, OWN, f"the plan's {name}"):
+            raise UserError(problem)
+    numbers = [plan.get("seconds", 1), *plan.get("rates", []), *plan.get("seconds_of_best", [])]
+    if wrong := [number for number in numbers if number <= 0]:
+        raise UserError(f"the plan has {wrong[0]} as a time or a rate; allowed: above 0")
+    if not 0 < plan.get("sweep_share", 0.5) < 1:
+        raise UserError(f"the plan.sweep_share = {plan['sweep_share']}; allowed: above 0, below 1")
+    if "reference" in plan and plan["reference"] not in runs:
+        allowed = ", ".join(runs) or "none, as it has no `runs`"
+        raise UserError(f"the plan.reference = {plan['reference']!r}; allowed: {allowed}")
+
+
+def check_names(runs: list[Run]) -> None:
+    """Raises UserError for runs or models whose results or directories would be the same."""
+    names = Counter(run.folder for run in runs)
+    if same := [run.name for run in runs if names[run.folder] > 1]:
+        problem = f"{' and '.join(map(repr, same[:2]))} would share results"
+        raise UserError(f"the plan has models of one name: {problem}; give them other names")
+
+
+def recipe(file: str | None) -> dict:
     """The options of the configuration that a plan or a run names as its recipe."""
-    if "recipe" not in changes:
+    if file is None:
         return {}
-    file = read_yaml(changes["recipe"])
-    options = {f"optim.{name}": value for name, value in file["optim"].items()}
-    return options | {"model.mixing_init": file["model"].get("mixing_init", "reference")}
+    values = dict(flatten(read_yaml(as_path(file))))
+    options = {key: value for key, value in values.items() if key.startswith("optim.")}
+    if not options:
+        raise UserError(f"recipe: {file} has no section optim; give a configuration that has one")
+    return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
 def check_known(run: Run, known: dict) -> None:
@@ -116,7 +178,7 @@ def check_known(run: Run, known: dict) -> None:
         had, now = row["settings"], run.settings
         if run.about and run.about == {key: row.get(key) for key in run.about}:
             # What differs between the runs of one model.
-            now = run.timed(1, had["optim.lr"], had["train.steps"]).settings
+            now = run.timed(1, had.get("optim.lr", run.rate), had.get("train.steps", 1)).settings
             now |= {key: had[key] for key in ("seed", "train.init_from") if key in had}
         elif name != run.name:
             continue
@@ -124,6 +186,26 @@ def check_known(run: Run, known: dict) -> None:
             said = ", ".join(f"{key} {had.get(key)}, not {now.get(key)}" for key in other)
             allowed = "give those options, or another --output"
             raise UserError(f"the results have {name!r} with other options: {said}; {allowed}")
+
+
+def data_options(settings: dict) -> dict:
+    """What decides on which samples a run trains; a task's depend on the context."""
+    elsewhere = ("data.directory", "data.workers")  # where and how fast a text is tokenized
+    read = ("data.", "model.max_position_embeddings")
+    return {k: settings[k] for k in settings if k.startswith(read) and k not in elsewhere}
+
+
+def check_data(runs: list[Run], known: dict) -> None:
+    """Raises UserError if all runs have the same data, but the results have a run of other data."""
+    first, *others = (data_options(run.settings) for run in runs)
+    if any(other != first for other in others):
+        return
+    for name, row in known.items():
+        had = data_options(row["settings"])
+        if other := [key for key in sorted({*had, *first}) if had.get(key) != first.get(key)]:
+            said = ", ".join(f"{key} {had.get(key)}, not {first.get(key)}" for key in other)
+            problem = f"the results have {name!r} of other data: {said}"
+            raise UserError(f"{problem}; give those options, or another --output")
 
 
 def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], known: dict) -> Job:
@@ -141,13 +223,18 @@ def pretrained(plan: dict, model: Run, seed: int | None = None) -> Generator[Run
     """The model as it starts: where the plan has `pretraining`, from the weights of such a run."""
     if "pretraining" not in plan:
         return model
-    about = model.about | {"kind": f"{model.about['kind']}, pretraining"}
-    options = model.settings | {"train.init_from": ""} | plan["pretraining"]
-    first = Run(" ".join(about.values()).strip(), options, about)
-    speed = yield first.timed(0, first.rate, 4 * options["logging.log_every"])
+    first = first_of(plan, model)
+    speed = yield first.timed(0, first.rate, first.measuring_steps)
     run = first.timed(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
     row = yield replace(run if seed is None else run.with_seed(seed), keeps=True)
     return replace(model, settings=model.settings | {"train.init_from": row["checkpoint"]})
+
+
+def first_of(plan: dict, model: Run) -> Run:
+    """The pretraining of a model."""
+    about = model.about | {"kind": f"{model.about['kind']}, pretraining"}
+    options = model.settings | {"train.init_from": ""} | plan["pretraining"]
+    return Run(" ".join(about.values()).strip(), options, about)
 
 
 def runs_of_model(plan: dict, model: Run) -> Job:
@@ -155,7 +242,7 @@ def runs_of_model(plan: dict, model: Run) -> Job:
     model = yield from pretrained(plan, model)
     rates, share, seconds = plan.get("rates"), plan.get("sweep_share"), plan["seconds"]
     lowest = min(rates or [model.rate])
-    shorter = [(yield model.timed(0, lowest, 4 * model.settings["logging.log_every"]))]
+    shorter = [(yield model.timed(0, lowest, model.measuring_steps))]
     if rates and "failure" not in shorter[0]:
         steps, shorter = max(1, round(share * steps_in(seconds, shorter[0]))), []
         for rate in rates:

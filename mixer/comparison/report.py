@@ -5,29 +5,28 @@ from pathlib import Path
 from statistics import mean
 
 from mixer.common.files import write_text
+from mixer.models.retrieval import CANDIDATES
 from mixer.reporting.figure import COLOURS, GREY, can_draw, curves, log_axis
+from mixer.reporting.text import ACCURACY, COUNT, LOSS, MEMORY, SECONDS, SPEED, TOP1, wrapped
 from mixer.reporting.text import table as markdown_table
-from mixer.reporting.text import wrapped
 
 # The columns of a run's numbers: the key, what to divide by, and the format.
 COLUMNS = {
-    "training, s": ("training_seconds", 1, ".1f"),
+    "training, s": ("training_seconds", 1, SECONDS),
     "lr": ("lr", 1, "g"),
-    "validation loss": ("validation_loss", 1, ".4f"),
+    "validation loss": ("validation_loss", 1, LOSS),
     "of its time": ("share_of_time", 1, ".3f"),
-    "bits/byte": ("bits_per_byte", 1, ".4f"),
-    "accuracy": ("accuracy", 1, ".2%"),
+    "bits/byte": ("bits_per_byte", 1, LOSS),
+    "accuracy": ("accuracy", 1, ACCURACY),
     "repeats": ("repeats_loss", 1, ".3f"),
     "others": ("others_loss", 1, ".3f"),
-    "top1 of 32": ("top1_of_32", 1, ".1%"),
-    "top1 of 1024": ("top1_of_1024", 1, ".1%"),
-    "top1 of 8192": ("top1_of_8192", 1, ".1%"),
-    "steps": ("steps", 1, ",.0f"),
+    **{f"top1 of {count}": (f"top1_of_{count}", 1, TOP1) for count in CANDIDATES},
+    "steps": ("steps", 1, COUNT),
     "tokens, M": ("tokens", 1e6, ".1f"),
-    "memory, GB": ("peak_memory_gb", 1, ".1f"),
+    "memory, GB": ("peak_memory_gb", 1, MEMORY),
     "epochs": ("passes", 1, ".2f"),
     "parameters, M": ("parameters", 1e6, ".1f"),
-    "tokens/s": ("tokens_per_second", 1, ",.0f"),
+    "tokens/s": ("tokens_per_second", 1, SPEED),
     "useful TFLOP/s": ("useful_tflops", 1, ".3g"),
 }
 BAR = {"linewidth": 5, "alpha": 0.4, "solid_capstyle": "butt"}
@@ -125,7 +124,7 @@ def seed_rows(runs: dict) -> list[dict]:
     for name, own in repeated(runs).items():
         losses = {row["settings"].get("seed", 0): row["validation_loss"] for row in own}
         middle, apart = mean(losses.values()), max(losses.values()) - min(losses.values())
-        each = ", ".join(f"{loss:.4f} ({seed})" for seed, loss in losses.items())
+        each = ", ".join(f"{loss:{LOSS}} ({seed})" for seed, loss in losses.items())
         row = {"run": name, "seeds": len(losses), "mean": middle}
         rows.append(row | {"apart": f"{apart / middle:.2%}", "each (seed)": each})
     return rows

@@ -2,12 +2,12 @@
 
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import traceback
 from collections import deque
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,9 +16,10 @@ from statistics import median
 import torch
 
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
-from mixer.common.files import as_path, check_writable, read_json, write_json
+from mixer.common.files import as_path, check_writable, read_json, results_locked, write_json
 from mixer.common.hardware import hardware
-from mixer.comparison.plan import Job, Run
+from mixer.common.terminal import lasting_output
+from mixer.comparison.plan import Job, Run, data_options
 from mixer.comparison.report import write_report
 from mixer.data.config import Manifest
 from mixer.data.prepare import open_data
@@ -29,8 +30,30 @@ from mixer.training.passes import useful_flops
 
 LEFT = 3  # exit status of a command that must be given again to do all
 POINTS = 60  # of a curve of the results, at most
+SAY_EVERY = 10.0  # seconds, of what a run has printed
+# What each row of the results must have, what it must have if it has a loss, and both for kinds.
+OF_ROW = {"settings": dict, "hardware": dict, "commit": str}
+MEASURED = {"validation_loss": float, "training_seconds": float, "steps": int}
+OF_MODEL = {"kind": str, "size": str, "budget": float, "lr": float}
+SPEED = {"tokens_per_second": float, "training_tokens": int, "tokens_a_step": int}
+ROW = OF_ROW | MEASURED | OF_MODEL | SPEED | {"text_sha256": [str], str: object}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def places(output: Path) -> tuple[Path, Path]:
+    """The file of the results, and the folder of their runs."""
+    output = as_path(output)
+    return output.with_name(f"{output.name}.json"), output.with_name(f"{output.name}-runs")
+
+
+@contextmanager
+def open_study(output: Path, plan: dict, command: str, commit: str) -> Iterator["Study"]:
+    """The results, which no other command can add to or replace inside of the block."""
+    file, _ = places(output)
+    check_writable(file.parent)
+    with results_locked(file):
+        yield Study(output, plan, command, commit)
 
 
 class Study:
@@ -39,17 +62,16 @@ class Study:
     """
 
     def __init__(self, output: Path, plan: dict, command: str, commit: str):
-        output = as_path(output)
-        self.file, self.folder = (output.with_name(output.name + end) for end in (".json", "-runs"))
-        found, otherwise = {"runs": {}}, "give another --output, or delete it to start afresh"
-        if self.file.exists():
-            found = read_json(self.file, otherwise, required={"runs": dict})
+        self.file, self.folder = places(output)
+        found = read_results(self.file, plan) if self.file.exists() else {"runs": {}}
         self.runs: dict[str, dict] = found["runs"]
         self.result, self.origin = found | {"plan": plan}, {"commit": commit, "command": command}
         self.problems: list[str] = []
+        self.said: dict[str, str] = {}  # by the names of runs
         self.stopped = False
         self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
 
+    @lasting_output()
     def work(self, jobs: list[Job]) -> int:
         """Does all runs, writes the report, and returns the exit status: LEFT after a signal.
 
@@ -57,7 +79,6 @@ class Study:
         what went wrong, when all other runs have ended.
         """
         known = len(self.runs)
-        check_writable(self.file.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             signal.signal(number, self.stop)
@@ -67,7 +88,10 @@ class Study:
                 job, row = waiting.popleft()
                 if run := self.next_run(job, row):
                     self.start(job, run, free.pop(0))
-            for connection in wait(list(self.running)) if self.running else ():
+            ended = wait(list(self.running), SAY_EVERY) if self.running else ()
+            if not ended:
+                self.say_progress()
+            for connection in ended:
                 job, run, gpu, process = self.running.pop(connection)
                 free.append(gpu)
                 if row := self.outcome(connection, run):
@@ -103,13 +127,27 @@ class Study:
         # A fork has imported everything already. It can use CUDA only if this process has not.
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=report_run, args=(theirs, run, self.folder))
+        text = recorded_text(run, self.runs)
+        process = context.Process(target=report_run, args=(theirs, run, self.log_of(run), text))
         os.environ[VISIBLE] = gpu
         process.start()
         theirs.close()  # so that the end of the process ends what is read
+        print(f"{run.name}: started; its output is in {self.log_of(run)}", flush=True)
         self.running[ours] = job, run, gpu, process
         if self.stopped:  # by a signal that came before this process was known
             process.terminate()
+
+    def log_of(self, run: Run) -> Path:
+        return self.folder / f"{run.folder}.txt"
+
+    def say_progress(self) -> None:
+        """Prints the last line of each run's output, if it is new."""
+        for _, run, *_ in self.running.values():
+            log = self.log_of(run)
+            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+            if lines and self.said.get(run.name) != lines[-1]:
+                self.said[run.name] = lines[-1]
+                print(f"{run.name}: {lines[-1]}", flush=True)
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
         """The row of a process that has ended, if its run has: it is in the results now."""
@@ -128,6 +166,31 @@ class Study:
         return row
 
 
+def read_results(file: Path, plan: dict) -> dict:
+    """The results of earlier commands. Raises UserError for rows that a report could not show."""
+    otherwise = "give another --output, or delete it to start afresh"
+    found = read_json(file, otherwise, required={"runs": {str: ROW}})
+    for name, row in found["runs"].items():
+        of_kinds, has_loss = "kinds" in plan, "failure" not in row
+        needed = OF_ROW | (OF_MODEL if of_kinds else {}) | (MEASURED if has_loss else {})
+        needed |= SPEED if of_kinds and has_loss else {}
+        missing = [key for key in needed if key not in row]
+        missing = missing or [
+            f"hardware.{k}" for k in ("device", "torch") if k not in row["hardware"]
+        ]
+        if missing:
+            problem = f"runs.{name} has no {missing[0]}"
+            raise UserError(f"{file} is damaged ({problem}): {otherwise}")
+    return found
+
+
+def recorded_text(run: Run, rows: dict[str, dict]) -> list[str] | None:
+    """The tokens' hashes of a run in the results that has the same data; None if there is none."""
+    asked = data_options(run.settings)
+    same = (row for row in rows.values() if data_options(row["settings"]) == asked)
+    return next((row["text_sha256"] for row in same if "text_sha256" in row), None)
+
+
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them, or their numbers; one without a name where there is none.
     Named ones are not counted: to count parts of a GPU (MIG), torch starts CUDA.
@@ -137,23 +200,24 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())] or [""]
 
 
-def report_run(connection: Connection, run: Run, folder: Path) -> None:
+def report_run(connection: Connection, run: Run, file: Path, text: list[str] | None) -> None:
     """Sends a run's row, or what was wrong in words, or nothing of a run that a signal stopped."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent()
-    name = re.sub(r"[^\w.+-]+", "-", run.name)
-    with open(folder / f"{name}.txt", "a") as log, redirect_stdout(log):
+    with open(file, "a", buffering=1) as log, redirect_stdout(log):
         try:
-            connection.send(train_run(run, name, folder))
+            connection.send(train_run(run, file.parent, text))
         except Exception as error:
             traceback.print_exc(file=log)
             connection.send(f"{first_line(error)}; more in {log.name}")
 
 
-def train_run(run: Run, name: str, folder: Path) -> dict | None:
-    """What a run measures; None if a signal has stopped it, and it was saved."""
-    given = [f"name={name}", f"output_dir={folder}", "train.eval_every=0"]
+def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None:
+    """What a run measures; None if a signal has stopped it, and it was saved. Raises UserError for
+    another text than the recorded one, if there is one.
+    """
+    given = [f"name={run.folder}", f"output_dir={folder}", "train.eval_every=0"]
     given += ["checkpoint.save_every=0", f"checkpoint.save_last={str(run.keeps).lower()}"]
     config = run.config(*given)
     saved = config.directory / "config.yaml"
@@ -161,6 +225,9 @@ def train_run(run: Run, name: str, folder: Path) -> dict | None:
         shutil.rmtree(config.directory)
     data = open_data(config.data, config.model.max_position_embeddings)
     text = [split.tokens_sha256 for split in data.manifest.splits.values()]
+    if recorded not in (None, text):
+        problem = f"{config.data.directory or config.data.source} has other tokens than the results"
+        raise UserError(f"{problem}: restore the text, or give another --output")
     row = run.about | {"settings": run.settings, "hardware": hardware(), "text_sha256": text}
     try:
         model = train(config)

@@ -1,1 +1,3 @@
-"""Several processes: `world` has what launched them, messages between them, and how they end."""
+"""Several processes: `launcher` has what started them, `world` messages between them, and how they
+end.
+"""

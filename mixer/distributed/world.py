@@ -1,6 +1,5 @@
-"""The processes of a run: what launched them, messages between them, and how all of them end."""
+"""The processes of a run: messages between them, and how all of them end."""
 
-import ctypes
 import dataclasses
 import os
 import signal
@@ -13,13 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, environment
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor
 
-from mixer.common.errors import UserError, end_at_interrupt, is_launched, oddity
+from mixer.common.errors import (
+    NAMES,
+    UserError,
+    end_at_interrupt,
+    first_line,
+    is_launched,
+)
 
-# Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
-ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it
 # counts as the same signal.
@@ -47,13 +51,8 @@ class World:
 
     def say(self, line: str) -> None:
         """Prints a line, on the main process alone."""
-        if not self.is_main:
-            return
-        try:
+        if self.is_main:
             print(line, flush=True)
-        except BrokenPipeError:
-            # The reader has ended, as `tee` does at Ctrl-C. The run continues, and still saves.
-            sys.stdout = open(os.devnull, "w")
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank; every process gets them."""
@@ -84,67 +83,36 @@ class World:
             )
 
 
-def follow_launcher() -> None:
-    """Has this process receive SIGTERM when its launcher ends, because accelerate passes no signal
-    on. Raises UserError for a launch that cannot train.
-    """
-    if problem := oddity() or _problem_of_accelerate():
-        raise UserError(problem)
-    if ACCELERATE in os.environ or (is_launched() and TORCHRUN in os.environ):
-        launcher = os.getppid()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != launcher:  # it has already ended
-            signal.raise_signal(signal.SIGTERM)
-
-
-def _problem_of_accelerate() -> str:
-    """What accelerate's variables ask for and this trainer cannot do; "" if it can."""
-    on = set()
-    for name in os.environ:
-        if name.startswith(("ACCELERATE_USE_", "FSDP_OFFLOAD_")):
-            try:
-                on |= {name} if environment.parse_flag_from_env(name) else set()
-            except ValueError:
-                return f"{name} = {os.environ[name]!r}; allowed: true, false"
-    engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-    refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
-    if "ACCELERATE_USE_FSDP" in on:
-        version = os.environ.get("FSDP_VERSION", "1")
-        refused += [f"fsdp_version: {version}"] if version != "2" else []
-        # The optimizer's steps could not be skipped there.
-        refused += ["fsdp_offload_params: true"] if "FSDP_OFFLOAD_PARAMS" in on else []
-    if refused:
-        return (
-            f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
-            "offloading, as in configs/accelerate/1x8_fsdp.yaml"
-        )
-    # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
-    # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
-    several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
-    if ACCELERATE in os.environ and several and not is_launched():
-        return (
-            "accelerate launch was asked for several processes but started one; allowed: "
-            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ..."
-        )
-    return ""
-
-
 def build_accelerator(precision: str) -> Accelerator:
     """accelerate as its launcher set it up: one process, DDP or FSDP, on one host or several.
 
     precision: "no" (fp32), "fp16" or "bf16". The configuration decides precision, accumulation and
-    compilation; the launcher's settings for them are ignored.
+    compilation; the launcher's settings for them are ignored. Raises UserError for a device that is
+    not there, and whatever else accelerate's variables ask for in vain.
     """
-    accelerator = Accelerator(
-        # Without this, accelerate takes torchrun's processes on a CPU for separate runs.
-        cpu=is_launched() and not torch.cuda.is_available(),
-        mixed_precision=precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        dynamo_backend="no",
-        # Gradients stay in the buckets in which DDP sums them: no step copies them back.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run of this process
+    try:
+        accelerator = Accelerator(
+            # Without this, accelerate takes torchrun's processes on a CPU for separate runs.
+            cpu=is_launched() and not torch.cuda.is_available(),
+            mixed_precision=precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            dynamo_backend="no",
+            # Gradients stay in the buckets in which DDP sums them: no step copies them back.
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+        torch.ones(1, device=accelerator.device).item()
+    except Exception as error:  # each library raises its own kinds
+        names = [name for name in sorted(os.environ) if name.startswith(("ACCELERATE_", "FSDP_"))]
+        names += [name for name in NAMES if name in os.environ]
+        variables = ", ".join(f"{name}={os.environ[name]}" for name in names) or "none"
+        refusal = UserError(
+            f"accelerate cannot start ({first_line(error):.200}). Its variables here: {variables}; "
+            "correct those that ask for what this machine lacks, or unset them"
+        )
+        if dist.is_initialized():
+            leave_with_error(refusal)
+        raise refusal from error
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
         plugin, fp32 = accelerator.state.fsdp_plugin, torch.float32
         # Gradients are summed in fp32, as in DDP; accelerate would sum them in the compute type.

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -13,7 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
-from mixer.common.files import as_path, check_writable, directory_for, whole_directory
+from mixer.common.files import (
+    as_path,
+    check_writable,
+    directory_for,
+    results_locked,
+    whole_directory,
+)
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.options import option_problems
 from mixer.data.config import DataConfig
@@ -24,25 +31,35 @@ from mixer.evaluation.scoring import Place, TokenScores
 from mixer.evaluation.texts import EvalOptions, Text
 from mixer.models.retrieval import CANDIDATES
 from mixer.reporting.figure import can_draw, plot_loss_by_position
-from mixer.reporting.text import table, wrapped
+from mixer.reporting.text import (
+    ACCURACY,
+    COUNT,
+    LOSS,
+    MEMORY,
+    PERPLEXITY,
+    SPEED,
+    TOP1,
+    in_form,
+    table,
+    wrapped,
+)
 
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
-COLUMNS = {
-    "checkpoint": "label",
-    "tokens scored": "tokens_scored",
-    "loss (nats/token)": "loss",
-    "token ppl": "token_perplexity",
-    "word ppl": "word_perplexity",
-    "byte ppl": "byte_perplexity",
-    "bits/byte": "bits_per_byte",
-    "accuracy": "accuracy",
-    "tokens/s": "tokens_per_second",
-    "peak memory, GB": "peak_memory_gb",
-    "loss, 2nd half": "loss_second_half",
-    "loss past context": "loss_past_context",
-    "pairs": "pairs",
-    "tokens": "tokens",
-    **{f"top1 of {count}": f"top1_of_{count}" for count in CANDIDATES},
+COLUMNS = {  # of the report's table: the key and the form
+    "tokens scored": ("tokens_scored", COUNT),
+    "loss (nats/token)": ("loss", LOSS),
+    "token ppl": ("token_perplexity", PERPLEXITY),
+    "word ppl": ("word_perplexity", PERPLEXITY),
+    "byte ppl": ("byte_perplexity", PERPLEXITY),
+    "bits/byte": ("bits_per_byte", LOSS),
+    "accuracy": ("accuracy", ACCURACY),
+    "tokens/s": ("tokens_per_second", SPEED),
+    "peak memory, GB": ("peak_memory_gb", MEMORY),
+    "loss, 2nd half": ("loss_second_half", LOSS),
+    "loss past context": ("loss_past_context", LOSS),
+    "pairs": ("pairs", COUNT),
+    "tokens": ("tokens", COUNT),
+    **{f"top1 of {count}": (f"top1_of_{count}", TOP1) for count in CANDIDATES},
 }
 
 
@@ -58,15 +75,16 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
     directory = as_path(output or default_directory(evaluations))
     if rank() == 0:
         check_writable(directory)
-    try:
-        results = [evaluate_checkpoint(options) for options in evaluations]
-    except BaseException as error:
-        if dist.is_initialized():
-            leave_with_error(error)  # so that no other process waits for this one
-        raise
-    if rank() == 0:
-        write_evaluation(results, directory)
-        print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
+    with results_locked(directory) if rank() == 0 else nullcontext():
+        try:
+            results = [evaluate_checkpoint(options) for options in evaluations]
+        except BaseException as error:
+            if dist.is_initialized():
+                leave_with_error(error)  # so that no other process waits for this one
+            raise
+        if rank() == 0:
+            write_evaluation(results, directory)
+            print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -121,10 +139,12 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     place = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
-    lower = "Give a smaller --batch-size, a smaller --window, or --dtype bf16"
     is_half = options.dtype != "fp32"
+    lower = [*["a smaller --batch-size"] * (options.batch_size > 1), "a smaller --window"]
+    lower += [] if is_half else ["--dtype bf16"]
     how = {"dtype": TYPES[options.dtype] if is_half else None, "enabled": is_half}
-    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, lower):
+    remedy = f"Give {' or '.join(lower)}"
+    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, remedy):
         # Each weight is used once in a forward pass: copies of all would only take memory.
         with torch.autocast(place[0].type, cache_enabled=False, **how):
             return _evaluate(options, place)
@@ -228,8 +248,12 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
 
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
-    known = {title: key for title, key in COLUMNS.items() if any(key in r for r in results)}
-    rows = table([{title: r.get(key, "-") for title, key in known.items()} for r in results])
+    cells = [{"checkpoint": result["label"]} for result in results]
+    for title, (key, form) in COLUMNS.items():
+        if any(key in result for result in results):
+            for row, result in zip(cells, results, strict=True):
+                row[title] = in_form(result[key], form) if key in result else "-"
+    rows = table(cells)
     if "pairs" in results[0]:
         return rows
     found: dict[str, list[str]] = {}  # each note, and the checkpoints that it holds for

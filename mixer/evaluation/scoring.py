@@ -74,8 +74,11 @@ def join_processes(device: torch.device) -> Place:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """The tokens that a model was made for; None where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """The tokens that a model was made for; None where its configuration does not say, as with the
+    -1 of models without an end.
+    """
+    length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: str) -> None:
@@ -176,9 +179,10 @@ def find_partners(model: PreTrainedModel, pairs: PairFile, batch_size: int, plac
         return torch.stack([text_vectors(model, texts) for texts in sides])
 
     count = min(len(pairs), MOST_PAIRS)
-    vectors = pair_vectors(embed, pairs, count, batch_size, place)
+    vectors, keys = pair_vectors(embed, pairs, count, batch_size, place)
     if place[2] > 1:
         torch.distributed.all_reduce(vectors)
+        torch.distributed.all_reduce(keys)
     if not vectors.isfinite().all():
         raise UserError("the vectors are not finite: use --dtype fp32")
-    return {"pairs": count} | top1(*vectors)
+    return {"pairs": count} | top1(*vectors, keys)

@@ -7,7 +7,7 @@ Packed prepared data is one stream with an EOS after each document.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.common.hardware import TYPES
-from mixer.common.options import option
+from mixer.common.options import option, option_problems
 from mixer.data.config import TASKS, DataConfig
 from mixer.data.samples import TokenFile
 from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
@@ -65,7 +65,13 @@ class EvalOptions:
         trainer = read_trainer(as_path(self.checkpoint))
         data = trainer.get("settings", {}).get("data", {})
         is_task = data.get("source") in TASKS and not self.data
-        return DataConfig(**data) if is_task else self.data or trainer.get("data_directory")
+        if not is_task:
+            return self.data or trainer.get("data_directory")
+        known = {item.name for item in fields(DataConfig)}  # another version may have more
+        task = DataConfig(**{name: data[name] for name in data if name in known})
+        if problems := option_problems(task, "data."):
+            raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
+        return task
 
 
 @dataclass
@@ -105,7 +111,7 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
             kept.append(tokens[: most - count + 1])
             count += len(kept[-1]) - 1
     if 0 < most < sum(len(tokens) - 1 for tokens in text.streams):
-        return shortened(text, kept, f"first {most} tokens", tokenizer)
+        return shortened(text, kept, f"first {most:,} tokens", tokenizer)
     return text
 
 
@@ -161,7 +167,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     text = Text(f"validation split of {name}", streams, *sizes)
     if split.cut:
         kept = [tokens[slice(*split.span(row))] for row in range(len(split))]
-        text = shortened(text, kept, f"at most {context} tokens of each document", tokenizer)
+        text = shortened(text, kept, f"at most {context:,} tokens of each document", tokenizer)
     return text
 
 

@@ -25,21 +25,51 @@ def text_vectors(model: PreTrainedModel, texts: Tensor) -> Tensor:
     return F.normalize(states.take_along_dim(last[:, None, None], 1)[:, 0].float(), dim=-1)
 
 
-def info_nce(queries: Tensor, targets: Tensor, first: int, temperature: float) -> Tensor:
-    """-log p in nats of each query's own target, (queries,), with p a softmax over all targets'
-    cosines / temperature (arXiv 1807.03748).
+def text_keys(texts: Tensor) -> Tensor:
+    """A 64-bit hash of each text, (batch,) int64: the same for copies of a text, which a model
+    cannot tell apart. texts: as in text_vectors. Waits for nothing, on a GPU.
+    """
+    places = torch.arange(texts.shape[1], device=texts.device)
+    x = texts * 0x1E3779B97F4A7C15 + places * 0x3F58476D1CE4E5B9  # products wrap around
+    for factor in (0x14D049BB133111EB, 0x3F51AFD7ED558CCD):
+        x = (x ^ (x >> 31)) * factor
+    return (x ^ (x >> 29)).sum(1)
 
-    queries, targets: (number, hidden), of norm 1; query i belongs to target first + i.
+
+def pair_keys(queries: Tensor, targets: Tensor) -> Tensor:
+    """The keys of both texts of each pair, (2, batch) int64."""
+    return torch.stack([text_keys(queries), text_keys(targets)])
+
+
+def are_right(own: Tensor, keys: Tensor) -> Tensor:
+    """Whether each of all targets is right for each query, (..., queries, targets) bool: its own, a
+    copy of that, or a target of a copy of the query.
+
+    own, keys: of the queries' pairs and of all pairs, (2, ..., number); see pair_keys.
+    """
+    return (own[..., None] == keys[..., None, :]).any(0)
+
+
+def info_nce(
+    queries: Tensor, targets: Tensor, keys: Tensor, first: int, temperature: float
+) -> Tensor:
+    """-log p in nats of each query's own target, (queries,), with p a softmax of cosines /
+    temperature (arXiv 1807.03748) over that target and all that are not right for the query.
+
+    queries, targets: (number, hidden), of norm 1; query i belongs to target first + i. keys: of the
+    targets' pairs, see pair_keys.
     """
     with torch.autocast(queries.device.type, enabled=False):  # bf16 has 8 bits for a cosine
         scores = queries @ targets.T / temperature
     own = torch.arange(first, first + len(queries), device=queries.device)
-    return F.cross_entropy(scores, own, reduction="none")
+    others_right = are_right(keys[:, own], keys).scatter(1, own[:, None], False)
+    return F.cross_entropy(scores.masked_fill(others_right, -torch.inf), own, reduction="none")
 
 
-def top1(queries: Tensor, targets: Tensor) -> dict[str, float]:
-    """The share of queries, (pairs, hidden), whose own target is the nearest of 32 candidates, as
-    top1_of_32, and so on up to the number of pairs. Pairs are split into groups of that size.
+def top1(queries: Tensor, targets: Tensor, keys: Tensor) -> dict[str, float]:
+    """The share of queries, (pairs, hidden), for which the nearest of 32 candidates is right, as
+    top1_of_32, and so on up to the number of pairs. Pairs are split into groups of that size. keys:
+    of the pairs, see pair_keys.
     """
     shares = {}
     for count in CANDIDATES:
@@ -49,9 +79,10 @@ def top1(queries: Tensor, targets: Tensor) -> dict[str, float]:
                 side[: count * groups].double().view(count, groups, -1).transpose(0, 1)
                 for side in (queries, targets)
             )
+            own = keys[:, : count * groups].view(2, count, groups).mT  # (2, groups, count)
             nearest = (query @ target.mT).argmax(-1)  # (groups, count)
-            own = torch.arange(count, device=nearest.device)
-            shares[f"top1_of_{count}"] = (nearest == own).double().mean().item()
+            is_right = (own.gather(2, nearest.expand(2, -1, -1)) == own).any(0)
+            shares[f"top1_of_{count}"] = is_right.double().mean().item()
     return shares
 
 
@@ -62,18 +93,22 @@ def pair_vectors(
     count: int,
     batch_size: int,
     place: tuple[torch.device, int, int],
-) -> Tensor:
-    """(2, count, hidden) fp32: the vectors of `count` pairs, spread evenly over a PairFile, and
-    zeros for those of other processes. place: this process's device and number, and how many.
-    embed: from queries and targets, (batch, tokens) each, to vectors (2, batch, hidden); all
-    processes call it as often, with one shape.
+) -> tuple[Tensor, Tensor]:
+    """The vectors of `count` pairs, spread evenly over a PairFile, (2, count, hidden) fp32, and the
+    `pair_keys`, (2, count); zeros for those of other processes. place: this process's
+    device and number, and how many. embed: from queries and targets, (batch, tokens) each, to
+    vectors (2, batch, hidden); all processes call it as often, with one shape.
     """
     device, index, processes = place
-    parts, step = [], batch_size * processes
+    parts, keys, step = [], [], batch_size * processes
     own = slice(index * batch_size, (index + 1) * batch_size)
     for start in range(0, count, step):
         numbers = torch.arange(start, start + step).clamp(max=count - 1)[own]
-        made = embed(*(t.to(device) for t in pairs.batch((numbers * len(pairs) // count).tolist())))
+        batch = pairs.batch((numbers * len(pairs) // count).tolist())
+        queries, targets = (texts.to(device) for texts in batch)
+        made = embed(queries, targets)
         parts.append(made.new_zeros(2, step, made.shape[-1]))
         parts[-1][:, own] = made
-    return torch.cat(parts, 1)[:, :count]
+        keys.append(targets.new_zeros(2, step))
+        keys[-1][:, own] = pair_keys(queries, targets)
+    return torch.cat(parts, 1)[:, :count], torch.cat(keys, 1)[:, :count]

@@ -45,8 +45,12 @@ class ShiftedQwen3Model(Qwen3Model):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs):
         if attention_mask is not None and not attention_mask[:, 0].all():
             raise UserError("a shifted_qwen3 reads no padding on the left: give one text at a time")
-        kwargs |= {"past_key_values": None, "use_cache": False}
-        return super().forward(input_ids, attention_mask, **kwargs)
+        for name in (
+            "past_key_values",
+            "cache",
+        ):  # what transformers calls it depends on its version
+            kwargs.pop(name, None)
+        return super().forward(input_ids, attention_mask, **kwargs | {"use_cache": False})
 
 
 class ShiftedQwen3ForCausalLM(Qwen3ForCausalLM):
@@ -56,6 +60,11 @@ class ShiftedQwen3ForCausalLM(Qwen3ForCausalLM):
         super().__init__(config)
         self.model = ShiftedQwen3Model(config)
         self.post_init()
+
+    def _assisted_decoding(self, *_, **__):
+        problem = "has no cache, which guessing ahead needs"
+        remedy = "leave out prompt_lookup_num_tokens and assistants"
+        raise UserError(f"a shifted_qwen3 {problem}: {remedy}")
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs) -> dict:
         return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}

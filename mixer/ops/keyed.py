@@ -6,6 +6,7 @@ The kernels are in keyed_kernels.py. Where they cannot run, plain PyTorch comput
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -82,25 +83,6 @@ def keyed_conv(
 
 
 def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
-    mixing = weight if lags is None else lags
-    batch, tokens, width = query.shape
-    fits = (
-        (weight is None) != (lags is None)
-        and bias is not None
-        and mixing.ndim > 2
-        and (heads := mixing.shape[0]) > 0
-        and bias.shape == (heads, context := mixing.shape[-1])
-        and mixing.shape == ((heads, 1, context, context) if lags is None else (heads, 1, context))
-        and (decay is None or lags is not None and decay.shape == (heads,))
-        and 1 <= tokens <= (context if lags is None else tokens)
-        and key.shape == query.shape
-        and value.shape[:2] == (batch, tokens)
-        and width % heads == 0
-        and value.shape[-1] % heads == 0
-        and query.dtype == key.dtype == value.dtype
-        and mixing.dtype == bias.dtype
-        and mixing.dtype in (query.dtype, torch.float32)
-    )
     allowed = (
         "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, channels) "
         "of one dtype; either weight (heads, 1, context, context) with context >= tokens, or lags "
@@ -108,7 +90,34 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
         "also decay (heads,)"
     )
     given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
-    require(fits, backend, "keyed_conv", allowed, **given, decay=decay, bias=bias)
+    rules = _rules(query, key, value, weight, bias, lags, decay)
+    require(rules, backend, "keyed_conv", allowed, **given, decay=decay, bias=bias)
+
+
+def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, bool]]:
+    """As in `triangular_conv`."""
+    yield "either weight or lags", (weight is None) != (lags is None)
+    mixing, name = (weight, "weight") if lags is None else (lags, "lags")
+    yield "a bias", bias is not None
+    yield "query and value of 3 dimensions", query.dim() == value.dim() == 3
+    yield f"{name} of {4 if lags is None else 3} dimensions", mixing.dim() == 3 + (lags is None)
+    heads, context = mixing.shape[0], mixing.shape[-1]
+    square = (heads, 1, context, context) if lags is None else (heads, 1, context)
+    yield (
+        f"{name} {'(heads, 1, context, context)' if lags is None else '(heads, 1, context)'}",
+        (heads > 0 and mixing.shape == square),
+    )
+    yield "bias (heads, context)", bias.shape == (heads, context)
+    yield "decay (heads,), with lags", decay is None or lags is not None and decay.shape == (heads,)
+    yield "1 token or more", query.shape[1] > 0
+    yield "a context of all tokens", lags is not None or query.shape[1] <= context
+    yield "key of query's shape", key.shape == query.shape
+    yield "value with query's batch and tokens", value.shape[:2] == query.shape[:2]
+    fits = query.shape[2] % heads == 0 and value.shape[2] % heads == 0
+    yield "heads that divide the channels", fits
+    yield "query, key and value of one dtype", query.dtype == key.dtype == value.dtype
+    yield f"{name} and bias of one dtype", mixing.dtype == bias.dtype
+    yield f"{name} in query's dtype or float32", mixing.dtype in (query.dtype, torch.float32)
 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants

@@ -4,7 +4,7 @@
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -83,25 +83,6 @@ def triangular_conv(
 
 
 def _check(x, weight, lags, bias, residual, backend) -> None:
-    given = weight if lags is None else lags
-    fits = (
-        (weight is None) != (lags is None)
-        and x.dim() == 3
-        and x.dtype in DTYPES
-        and given.dim() == (4 if lags is None else 3)
-        and (heads := given.shape[0]) > 0
-        and given.shape[1] > 0  # taps
-        and (last := given.shape[-1]) > 0
-        and (lags is not None or given.shape[2] == last and x.shape[1] <= last)
-        and x.shape[1] > 0
-        and x.shape[2] > 0
-        and x.shape[2] % heads == 0
-        and given.dtype in (x.dtype, torch.float32)
-        and (bias is None or bias.dim() == 2 and bias.dtype == given.dtype)
-        and (bias is None or bias.shape == (heads, last) or lags is not None)
-        and (bias is None or bias.shape[0] == heads and bias.shape[1] > 0)
-        and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
-    )
     allowed = (
         "x (batch, tokens, channels) bfloat16, float16, float32 or float64, channels shared by "
         "heads; either weight (heads, kernel_size, context, context) with context >= tokens, or "
@@ -109,26 +90,59 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
         "lags (heads, any number), of their dtype or None; residual as x or None"
     )
     tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
-    require(fits, backend, "triangular_conv", allowed, **tensors)
+    rules = _rules(x, weight, lags, bias, residual)
+    require(rules, backend, "triangular_conv", allowed, **tensors)
+
+
+def _rules(x, weight, lags, bias, residual) -> Iterator[tuple[str, bool]]:
+    """What the tensors must be, and whether they are. A rule holds only if those before it do."""
+    yield "either weight or lags", (weight is None) != (lags is None)
+    given, name = (weight, "weight") if lags is None else (lags, "lags")
+    yield "x of 3 dimensions", x.dim() == 3
+    yield "x in bfloat16, float16, float32 or float64", x.dtype in DTYPES
+    yield f"{name} of {4 if lags is None else 3} dimensions", given.dim() == 3 + (lags is None)
+    heads, last = given.shape[0], given.shape[-1]
+    sizes = (*x.shape[1:], *given.shape)
+    yield f"x and {name} with 1 or more in each dimension", all(size > 0 for size in sizes)
+    yield "a square weight, (context, context)", lags is not None or given.shape[2] == last
+    yield "a context of all tokens", lags is not None or x.shape[1] <= last
+    yield "heads that divide the channels", x.shape[2] % heads == 0
+    yield f"{name} in x's dtype or float32", given.dtype in (x.dtype, torch.float32)
+    if bias is not None:
+        yield "bias of 2 dimensions", bias.dim() == 2
+        fits = bias.shape[0] == heads and bias.shape[1] > 0
+        yield "bias (heads, context)", fits and (lags is not None or bias.shape[1] == last)
+        yield f"bias in the dtype of {name}", bias.dtype == given.dtype
+    if residual is not None:
+        yield "residual of x's shape", residual.shape == x.shape
+        yield "residual in x's dtype", residual.dtype == x.dtype
 
 
 # ------------------------------------------------------------------------- arguments
 
 
-def require(fits: bool, backend: str, operator: str, allowed: str, **given: Tensor | None) -> None:
-    """Raises ValueError for an unknown backend, and for tensors that do not fit together or are on
-    different devices: kernels would read and write out of bounds.
+def require(
+    rules: Iterable[tuple[str, bool]],
+    backend: str,
+    operator: str,
+    allowed: str,
+    **given: Tensor | None,
+) -> None:
+    """Raises ValueError for an unknown backend, and for tensors that break a rule, the first of
+    which it says first, or are on different devices: kernels would read and write out of bounds.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if fits and on_one_device(*tensors.values()):
+    broken = next((rule for rule, holds in rules if not holds), None)
+    if broken is None and on_one_device(*tensors.values()):
         return
     described = ", ".join(
         f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
         for name, tensor in tensors.items()
     )
-    raise ValueError(f"{operator} got {described}; they must be on one device: {allowed}")
+    needs = broken or "all tensors on one device"
+    raise ValueError(f"{operator} needs {needs}; it got {described}; allowed: {allowed}")
 
 
 def on_one_device(*tensors: Tensor) -> bool:

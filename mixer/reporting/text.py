@@ -10,17 +10,27 @@ from pathlib import Path
 from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.common.files import as_path
 
-WIDTH = 100
+WIDTH, METRICS = 100, "metrics.jsonl"
+# The one form of each quantity in tables. LOSS is also that of bits per byte; pictures may have
+# fewer decimals.
+LOSS, PERPLEXITY, ACCURACY, TOP1, COUNT = ".4f", ",.2f", ".2%", ".1%", ",.0f"
+SECONDS, SPEED, MEMORY = ".1f", ",.0f", ".1f"
 
 
 def read_metrics(path: str | Path) -> list[dict]:
     """The lines of a metrics.jsonl, or of the one in a run directory; see `readable_lines`."""
     path = as_path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    lines = [line for _, line in readable_lines(path, say_on_stderr)] if path.is_file() else []
+    file = path / METRICS if path.is_dir() else path
+    lines = [line for _, line in readable_lines(file, say_on_stderr)] if file.is_file() else []
     if not lines:
-        problem = "has no line that can be read" if path.exists() else "does not exist"
-        raise UserError(f"{path} {problem}: give a run that has logged a step")
+        problem, runs = "has no line that can be read", []
+        if not file.exists():  # of a checkpoint, or of the folder of all runs
+            problem = "does not exist"
+            runs = [
+                run for run in (path.parent, *sorted(path.glob("*"))) if (run / METRICS).is_file()
+            ]
+        give = " or ".join(map(str, runs[:4])) or "a run that has logged a step"
+        raise UserError(f"{file} {problem}: give {give}")
     return lines
 
 
@@ -82,12 +92,17 @@ def wrapped(text: str, first: str = "", others: str = "") -> str:
     return textwrap.fill(text, WIDTH - 10, **how)  # room for an indent
 
 
-def format_number(value: str | float | None) -> str:
-    """A table's cell: text as it is, small numbers as 1e-07, large ones whole, others with four
-    decimals; None stands for a perplexity too large for fp64.
-    """
+def in_form(value: float | None, form: str) -> str:
+    """A quantity; None stands for a perplexity too large for fp64."""
     if value is None:
         return "over 1e308"
+    return f"{value:{form}}" if abs(value) < 1e9 else f"{value:.3e}"
+
+
+def format_number(value: str | float) -> str:
+    """A table's cell: text as it is, small numbers as 1e-07, large ones whole, others with four
+    decimals.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, int) or abs(value) >= 1e3:

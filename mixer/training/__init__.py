@@ -1,6 +1,6 @@
 """A training run, from its configuration to its last step:
 
-config        all settings of a run; those of the optimizer are in optim
+config        all settings of a run
 loop          the run; `Trainer.step` is one step
 start         what it starts with: model, optimizer, counters, and the record of its settings
 passes        the model with its loss as one module; torch.compile, CUDA graphs, recomputation

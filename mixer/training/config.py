@@ -1,21 +1,24 @@
-"""A run's configuration: its sections, YAML files, overrides, and its problems in one report."""
+"""A run's configuration: its sections, YAML files, overrides, and its problems in one report.
+Importing it takes no time, so that a wrong option is refused at once.
+"""
 
 import difflib
 import json
-import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
-from mixer.common.errors import UserError
-from mixer.common.files import as_path
+from mixer.common.errors import UserError, processes
+from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
-from mixer.data.config import DataConfig, without_unused
-from mixer.models.architecture import ModelConfig, model_problems
-from mixer.training.optim import OptimConfig
+from mixer.common.terminal import counted
+from mixer.common.values import parse_yaml, read_yaml
+from mixer.data.config import FILE_SOURCES, DataConfig, without_unused
+from mixer.models.config import ModelConfig, model_problems, saved_options
 
 # Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
 GONE = {
@@ -37,6 +40,7 @@ INSTEAD = {
     "model.value_embeddings": "leave it out for a new run; commit 98969e4 continues an old one",
     "model.zero_init": "leave it out, also of an old run: it changed initial weights alone",
 }
+PAIRED = ("builtin", *FILE_SOURCES, "hub")  # values of data.source that have pairs of texts
 
 
 @dataclass
@@ -44,7 +48,11 @@ class TrainConfig:
     """The loop."""
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
-    init_from: str = option("", "a checkpoint or export whose weights a new run starts from")
+    init_from: str = option(
+        "",
+        "a checkpoint or export whose weights a new run starts from; the options of the model come "
+        "from it",
+    )
     objective: str = option(
         "language",
         "language: predict the next token; contrastive: find a text's partner (docs/retrieval.md)",
@@ -85,6 +93,45 @@ class TrainConfig:
         "whole blocks",
         choices=("none", "activation", "block"),
     )
+
+
+# Functions of mixer/training/optim.py, which adds them, by the value of optim.name.
+OPTIMIZERS: dict[str, Callable | None] = {"adamw": None, "muon": None}
+# The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
+# places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
+# jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).
+LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
+
+
+@dataclass
+class OptimConfig:
+    name: str = option(
+        "adamw",
+        "adamw, or muon: Muon for the matrices of linear layers, AdamW for the rest",
+        choices=OPTIMIZERS,
+    )
+    lr: float = option(5e-4, "peak learning rate", at_least=0)
+    schedule: str = option(
+        "cosine", "decay of lr after the warm-up", choices=("cosine", "linear", "constant")
+    )
+    warmup_steps: int = option(
+        500, "steps of linear warm-up, at most train.steps of them", at_least=0
+    )
+    min_lr_ratio: float = option(0.0, "final learning rate as a share of lr", at_least=0, at_most=1)
+    weight_decay: float = option(0.01, "of weights; biases, norms and lags have none", at_least=0)
+    beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
+    beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
+    eps: float = option(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
+    lags_lr: float | None = option(
+        None,
+        "learning rate of mixing weights by lag, as a multiple of lr; "
+        f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} if the context exceeds {LONG} tokens",
+        above=0,
+    )
+    mixing_lr: float = option(1.0, "rate of full mixing weights, as a multiple of lr", above=0)
+    matrices_lr: float = option(1.0, "rate of linear layers, as a multiple of lr", above=0)
+    vectors_lr: float = option(1.0, "rate of biases and norms, as a multiple of lr", above=0)
 
 
 @dataclass
@@ -153,7 +200,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     not allowed; or, where there are none, what options do not allow together.
     """
     run, problems = RunConfig(), []
-    entries = [(key, value, path) for key, value in flatten(read_yaml(path) if path else {})]
+    sections = {} if path is None else read_yaml(as_path(path))
+    entries = [(key, value, path) for key, value in flatten(sections)]
     for text in overrides:
         try:
             entries.append((*read_override(text), "command line"))
@@ -163,10 +211,15 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
         if problem := _set(run, key, value):
             problems.append(f"{problem} ({origin})")
     run.data = without_unused(run.data)
-    problems += _value_problems(run)
+    problems += _single_problems(run)
+    if run.train.init_from and not problems:
+        _take_model(run, {key for key, _, _ in entries})
+        problems += option_problems(run.model, "model.")
+    problems += [f"model.{problem}" for problem in model_problems(run.model)]
+    problems = problems or _clashes(run)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         listed = "\n".join(f"  - {problem}" for problem in problems)
+        count = counted(len(problems), "problem")
         raise UserError(f"{count} in the configuration:\n{listed}")
     return run
 
@@ -206,10 +259,11 @@ def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     """{"a": {"b": 1}} -> [("a.b", 1)]; an empty section gives nothing."""
     entries = []
     for name, value in node.items():
-        if isinstance(value, dict):
-            entries += flatten(value, f"{prefix}{name}.")
-        elif value is not None or f"{prefix}{name}" not in SECTIONS:
-            entries.append((f"{prefix}{name}", value))
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and (value or key in SECTIONS):
+            entries += flatten(value, f"{key}.")
+        elif value is not None or key not in SECTIONS:
+            entries.append((key, value))
     return entries
 
 
@@ -217,6 +271,9 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
     """Sets a key, or says what is wrong with its name."""
     if value in GONE.get(key, ()):
         return None
+    if key in SECTIONS:
+        example = next(option for option in OPTIONS if option.startswith(f"{key}."))
+        return f"{key} = {value!r:.60}; allowed: keys with values, such as {example}"
     if key not in OPTIONS:
         # its name in another section, or one like it
         near = [other for other in OPTIONS if other.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -231,15 +288,42 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
     return None
 
 
-def _value_problems(run: RunConfig) -> list[str]:
-    """Values that are not allowed, alone or together."""
+def _single_problems(run: RunConfig) -> list[str]:
+    """Values that are not allowed, whatever the others are."""
     problems = option_problems(run)
     for section in SECTIONS:
         problems += option_problems(getattr(run, section), f"{section}.")
-    problems += [f"model.{problem}" for problem in model_problems(run.model)]
-    if problems:  # the rules below need values that are allowed alone
-        return problems
-    train, optim, architecture = run.train, run.optim, run.model.architecture
+    return problems
+
+
+def _take_model(run: RunConfig, keys: set[str]) -> None:
+    """Gives a run with train.init_from that model's options, but for those that `keys` set: what
+    they contradict is refused when the weights are read. A run that goes on has its own checkpoints
+    for that, also where the weights that it began from are gone.
+    """
+    begins = [as_path(run.train.init_from)]
+    if run.checkpoint.resume != "auto":
+        begins.insert(0, as_path(run.checkpoint.resume))
+    files = [*run.directory.glob("step-*/config.json"), *(path / "config.json" for path in begins)]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        from mixer.checkpoints.pretrained import check_checkpoint  # which takes seconds
+
+        try:
+            check_checkpoint(begins[-1])  # says what is there instead
+        except UserError as error:
+            raise UserError(f"train.init_from: {error}") from None
+    options = saved_options(read_json(file, "give another checkpoint"))
+    if "model.architecture" in keys and run.model.architecture != options.get("architecture"):
+        return
+    for name, value in options.items():
+        if f"model.{name}" not in keys:
+            _set(run, f"model.{name}", value)
+
+
+def _clashes(run: RunConfig) -> list[str]:
+    """Values that are allowed alone, but not together."""
+    train, data, architecture = run.train, run.data, run.model.architecture
     clashes = {
         f"name = {run.name!r}; allowed: a directory name without slashes": (
             not run.name or "/" in run.name or run.name in (".", "..")
@@ -248,90 +332,21 @@ def _value_problems(run: RunConfig) -> list[str]:
         "micro-batches would not see each other; allowed: 1": (
             run.is_contrastive and train.gradient_accumulation_steps > 1
         ),
+        "train.batch_size = 1 with train.objective = contrastive in one process, where a query "
+        "would have no target to tell its own from; allowed: 2 or more": (
+            run.is_contrastive and train.batch_size * processes() == 1
+        ),
+        f"data.source = {data.source!r} with train.objective = contrastive, but a task has no "
+        f"pairs of texts; allowed: {', '.join(PAIRED)}": (
+            run.is_contrastive and data.source not in PAIRED
+        ),
+        f"data.pair_field = {data.pair_field!r} is data.text_field too, so that both texts of a "
+        "pair would be the same; allowed: another field, or none": (
+            data.pair_field != "" and data.pair_field == data.text_field
+        ),
         "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
         f"{architecture}: none, block": (
             train.recompute == "activation" and architecture != "masked_mixer"
         ),
-        f"optim.warmup_steps = {optim.warmup_steps}; allowed: up to train.steps, "
-        f"{train.steps}: lower optim.warmup_steps too": optim.warmup_steps > train.steps,
     }
     return [text for text, holds in clashes.items() if holds]
-
-
-# --- YAML --------------------------------------------------------------------
-
-# The scalars of YAML 1.2's core schema, by tag. PyYAML follows YAML 1.1, where 5e-4 is text, `no`
-# is false, 010 is 8 and 1:30 is 90.
-CORE = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?(0|[1-9][\d_]*)",
-    "float": r"[-+]?((\d[\d_]*\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))"
-    r"|\.(nan|NaN|NAN)",
-    "merge": "<<",
-}
-
-
-class Loader(yaml.SafeLoader):
-    """Reads the core schema of YAML 1.2. A key that is given twice is an error."""
-
-    yaml_implicit_resolvers = {}
-
-    def construct_mapping(self, node, deep=False):
-        names: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in names:
-                problem = f"the key {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            names.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-    def construct_document(self, node):
-        self.deep_construct = True  # refuses what contains itself, such as &a [*a]
-        return super().construct_document(node)
-
-
-class Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
-
-
-for tag, pattern in CORE.items():
-    for kind in (Loader, Dumper):
-        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None)
-
-
-def parse_yaml(text: str | TextIO) -> Any:
-    """The value of a YAML text or file. Raises yaml.YAMLError for every text that has none."""
-    try:
-        return yaml.load(text, Loader=Loader)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        # PyYAML lets these through for `!!float x` and the like, and for very deep nesting.
-        raise yaml.YAMLError(f"it holds a value that Python cannot read ({error})") from None
-
-
-def as_yaml(value: Any) -> str:
-    """The YAML text of a value, with its keys in their order."""
-    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
-
-
-def read_yaml(path: str | Path) -> dict:
-    """The sections of a configuration file. Raises UserError for a file that is missing, not YAML,
-    or not a mapping.
-    """
-    path = as_path(path)
-    try:
-        with open(path, encoding="utf-8") as file:  # errors name it
-            given = parse_yaml(file) or {}
-    except (FileNotFoundError, IsADirectoryError):
-        is_folder = path.is_dir()
-        near = (path if is_folder else path.parent).glob("*.yaml")
-        names = ", ".join(sorted(map(str, [*near] or Path("configs").glob("*.yaml")))) or "none"
-        problem = f"{path} is a folder" if is_folder else f"no configuration file {path}"
-        raise UserError(f"{problem}; there are: {names}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {error}") from None
-    if not isinstance(given, dict):
-        raise UserError(
-            f"{path} holds a {type(given).__name__}; it must hold sections with keys, see configs/"
-        )
-    return given

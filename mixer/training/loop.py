@@ -1,6 +1,7 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -10,10 +11,11 @@ import transformers
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from mixer.checkpoints.checkpoint import CheckpointWriter
+from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import check_precision, memory_for
+from mixer.common.terminal import lasting_output
 from mixer.data.prepare import open_data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
@@ -29,9 +31,17 @@ from mixer.training.optim import (
     set_learning_rate,
 )
 from mixer.training.passes import useful_flops
-from mixer.training.start import LESS_MEMORY, banner, needed_gb, save_config, start_state
+from mixer.training.start import (
+    banner,
+    check_pairs,
+    less_memory,
+    needed_gb,
+    save_config,
+    start_state,
+)
 
 
+@lasting_output()
 def train(run: RunConfig) -> PreTrainedModel:
     """Trains `run` on all processes of the launch, from its newest complete checkpoint on. Returns
     the model, which FSDP has sharded.
@@ -63,13 +73,15 @@ class Trainer:
         context = run.model.max_position_embeddings
         self.data = data = open_data(run.data, context, run.is_contrastive, world.say)
         world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
+        if run.is_contrastive:
+            check_pairs(data, run.data.directory)
         memory = needed_gb(run, data.manifest, world)
         self.state = state = start_state(run, data, world)
         self.model, self.passes = state.model, state.passes
         self.accelerated, self.counters = state.optimizer, state.counters
         self.optimizer = self.accelerated.optimizer
         # A run that was killed between a save and its evaluation makes up for the evaluation.
-        self.owes_evaluation = state.resumed is None or self.evaluation_due(self.counters.step)
+        self.owes_evaluation = self.evaluation_due(self.counters.step)
         self.metrics = None
         if world.is_main:
             if self.counters.step < run.train.steps:  # else it stays as it is
@@ -103,10 +115,13 @@ class Trainer:
         """All steps that are left, or those until a signal. Returns the model."""
         counters, stopped = self.counters, False
         try:
+            if self.metrics:  # a copied run may lack the link, by which the best one is spared
+                self.writer.link_best(self.metrics.validation_losses)
             if self.owes_evaluation:
                 with self.timer.count("paused"):
                     self.evaluate()
             while counters.step < self.run.train.steps and not stopped:
+                self.writer.raise_failure()
                 self.stop.ask()
                 self.step()
                 stopped = self.between_steps()
@@ -117,6 +132,7 @@ class Trainer:
             self.stop.close()
         if self.metrics:
             self.metrics.close()
+        self.world.say(closing(self.run, counters.step, stopped))
         return self.model
 
     def step(self) -> None:
@@ -153,22 +169,18 @@ class Trainer:
         stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
         saving = stopping or (done and run.checkpoint.save_last)
         saving = saving or is_due(run.checkpoint.save_every, counters.step)
-        if is_due(run.logging.log_every, counters.step) or done:
-            self.log()
+        logging = is_due(run.logging.log_every, counters.step) or done
+        line = self.log() if logging else ""
         if saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
         with self.timer.count("paused"):
             if saving:
-                self.save()  # before the evaluation, whose failure must not cost the checkpoint
+                self.save()  # before anything whose failure must not cost the checkpoint
+            if logging:
+                self.world.say(line)
             if evaluating:
                 self.evaluate()
-        if done or not stopping:
-            return False
-        self.writer.wait()
-        self.world.say(
-            f"stopped by a signal after step {counters.step}. The same command continues from there"
-        )
-        return True
+        return stopping and not done
 
     def settle(self) -> None:
         """Waits for the device and reads what it has counted. Raises UserError where gradients end
@@ -178,8 +190,8 @@ class Trainer:
         counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
         counters.skipped_steps += self.guard.look(counters.step)
 
-    def log(self) -> None:
-        """Writes and shows a line of metrics."""
+    def log(self) -> str:
+        """Writes a line of metrics, and returns it for people."""
         self.settle()
         counters, scaler = self.counters, self.scaler
         loss = float(self.world.sum(self.nats)) / (counters.tokens - counters.logged_tokens)
@@ -194,7 +206,7 @@ class Trainer:
         line |= self.timer.window(counters.tokens, flops, self.world, precision)
         if self.metrics:
             self.metrics.write(line)
-        self.world.say(as_text(line, self.run.train.steps))
+        return as_text(line, self.run.train.steps)
 
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/checkpoint.py for what it holds."""
@@ -225,6 +237,18 @@ class Trainer:
         self.world.say(f"step {step}: validation loss {loss:.4f}, {said}")
 
 
+def closing(run: RunConfig, step: int, stopped: bool) -> str:
+    """A run's last line: what there is, and what can be done with it."""
+    if stopped:
+        return f"stopped by a signal after step {step}. The same command continues from there"
+    saved = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
+    use = ["mixer.report", str(run.directory)]
+    if checkpoint := next((path for path in saved if path.is_dir()), None):
+        use = ["mixer.eval", "--checkpoint", str(checkpoint)]
+        use += ["--pairs", run.data.directory] * run.is_contrastive
+    return f"{run.directory} is done. Next: {shlex.join(['python', '-m', *use])}"
+
+
 def is_due(every: int, step: int) -> bool:
     """Whether something is done after `step` that is done every so many steps, or never for 0."""
     return every > 0 and step % every == 0
@@ -239,7 +263,8 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
     listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
     try:
-        with memory_for(accelerator.device, f"training {run.directory}", listed, LESS_MEMORY):
+        device, what = accelerator.device, f"training {run.directory}"
+        with memory_for(device, what, listed, less_memory(run, device)):
             yield
     except BaseException as error:
         if isinstance(error, OSError):

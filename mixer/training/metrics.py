@@ -20,6 +20,7 @@ from torch import nn
 from mixer.common.errors import first_line
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
+from mixer.common.terminal import counted
 from mixer.data.config import TASKS
 from mixer.data.prepare import Data
 from mixer.data.samples import to_device
@@ -75,19 +76,20 @@ def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> t
         count = min(len(data.validation), samples or MOST_PAIRS, MOST_PAIRS)
         model = world.accelerator.unwrap_model(parallel).eval()  # it gives vectors
         place = world.device, world.rank, world.size
-        vectors = world.sum(pair_vectors(model, data.validation, count, batch_size, place))
+        found = pair_vectors(model, data.validation, count, batch_size, place)
+        vectors, keys = map(world.sum, found)
         model.train()
-        loss = info_nce(*vectors, 0, run.train.temperature).mean().item()
-        shares = top1(*vectors)
+        loss = info_nce(*vectors, keys, 0, run.train.temperature).mean().item()
+        shares = top1(*vectors, keys)
         said = "".join(f"{name.replace('_', ' ')} {share:.1%}, " for name, share in shares.items())
-        said += f"{count:,} of {len(data.validation):,} pairs"
+        said += f"{count:,} of {counted(len(data.validation), 'pair')}"
         return {"validation_loss": loss, "validation_pairs": count} | shares, said
     found = token_scores(parallel, data, samples, batch_size, world)
     said = f"{found['validation_bits_per_byte']:.4f} bits per byte"
     if run.data.source in TASKS:
         said = f"{found['validation_accuracy']:.2%} right"
     of = data.manifest.splits["validation"].tokens
-    return found, f"{said} ({found['validation_tokens']:,} of {of:,} tokens)"
+    return found, f"{said} ({found['validation_tokens']:,} of {counted(of, 'token')})"
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 function of the step, and what happens to gradients before a step: their norm, clipping, and a
 guard against non-finite ones.
 
-To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS.
+To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS, here and in config.
 """
 
 import math
@@ -15,47 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mixer.common.errors import NotFinite, UserError
-from mixer.common.options import option
+from mixer.common.hardware import lacks_bf16
+from mixer.training.config import LAGS_LR, LONG, LONG_LAGS_LR, OPTIMIZERS, OptimConfig
 from mixer.training.muon import Muon, skip_and_scale
 
 MOST_SKIPPED = 50  # so many skipped steps in a row end a run
-OPTIMIZERS: dict[str, Callable] = {}  # by the value of optim.name; filled below
 Processes = dist.ProcessGroup | None  # that hold the same model and may share work
 Compile = Callable[[Callable], Callable] | None  # makes functions of whole parameters faster
-
-# The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
-# places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
-# jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).
-LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
-
-
-@dataclass
-class OptimConfig:
-    name: str = option(
-        "adamw",
-        "adamw, or muon: Muon for the matrices of linear layers, AdamW for the rest",
-        choices=OPTIMIZERS,
-    )
-    lr: float = option(5e-4, "peak learning rate", at_least=0)
-    schedule: str = option(
-        "cosine", "decay of lr after the warm-up", choices=("cosine", "linear", "constant")
-    )
-    warmup_steps: int = option(500, "steps of linear warm-up", at_least=0)
-    min_lr_ratio: float = option(0.0, "final learning rate as a share of lr", at_least=0, at_most=1)
-    weight_decay: float = option(0.01, "of weights; biases, norms and lags have none", at_least=0)
-    beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
-    beta2: float = option(0.999, "AdamW's decay of the second moment", at_least=0, below=1)
-    eps: float = option(1e-8, "AdamW's epsilon", above=0)
-    momentum: float = option(0.95, "Muon's momentum", at_least=0, below=1)
-    lags_lr: float | None = option(
-        None,
-        "learning rate of mixing weights by lag, as a multiple of lr; "
-        f"null: {LAGS_LR:g}, or {LONG_LAGS_LR:g} if the context exceeds {LONG} tokens",
-        above=0,
-    )
-    mixing_lr: float = option(1.0, "rate of full mixing weights, as a multiple of lr", above=0)
-    matrices_lr: float = option(1.0, "rate of linear layers, as a multiple of lr", above=0)
-    vectors_lr: float = option(1.0, "rate of biases and norms, as a multiple of lr", above=0)
 
 
 @dataclass
@@ -203,9 +169,10 @@ def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """The rate of step `step` (0 is the first) of `steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)  # 0 .. 1
+    warmup_steps = min(config.warmup_steps, steps)
+    if step < warmup_steps:
+        return config.lr * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)  # 0 .. 1
     if config.schedule == "constant":
         return config.lr
     is_linear = config.schedule == "linear"
@@ -282,7 +249,8 @@ class Guard:
                 found += f", and {in_a_row} steps in a row were skipped, up to step {step}; "
                 found += f"allowed: fewer than {MOST_SKIPPED}"
             if self.scaled:
-                advice = "set train.mixed_precision=bf16 or no"
+                others = "no" if lacks_bf16(self.skipped.device) else "bf16 or no"
+                advice = f"set train.mixed_precision={others}"
             raise NotFinite(
                 f"{found}. The weights did not change: {advice} and run the same command again, "
                 "which resumes from the last checkpoint"

@@ -22,7 +22,7 @@ import mixer.ops
 from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
-from mixer.models.retrieval import info_nce, text_vectors
+from mixer.models.retrieval import info_nce, pair_keys, text_vectors
 from mixer.training.config import RunConfig, TrainConfig
 
 HOPPER = (9, 0)  # compute capability
@@ -102,14 +102,15 @@ class Contrastive(Objective):
             model.get_output_embeddings().requires_grad_(False)
 
     def forward(self, queries: Tensor, targets: Tensor) -> Tensor:
-        tokens, first = 2 * queries.shape[1], 0
+        tokens, first, keys = 2 * queries.shape[1], 0, pair_keys(queries, targets)
         queries, targets = text_vectors(self.model, torch.cat([queries, targets])).chunk(2)
         if not self.training:
             return torch.stack([queries, targets])
         if self.processes is not None:  # targets get gradients from the losses of all processes
             first = len(queries) * dist.get_rank(self.processes)
             targets = torch.cat(all_gather(targets, self.processes))
-        return tokens * info_nce(queries, targets, first, self.temperature)
+            keys = torch.cat(all_gather(keys, self.processes), 1)
+        return tokens * info_nce(queries, targets, keys, first, self.temperature)
 
 
 def build_objective(model: PreTrainedModel, run: RunConfig, processes: Group = None) -> Objective:

@@ -2,6 +2,7 @@
 that it will take, and the record of what it trains with.
 """
 
+import os
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +20,16 @@ from mixer.checkpoints import restore
 from mixer.checkpoints.checkpoint import earlier_settings, find_resume, remove_partial
 from mixer.common.errors import UserError
 from mixer.common.files import as_path, write_text
-from mixer.common.hardware import memory_limit, product_flops
+from mixer.common.hardware import lacks_bf16, memory_limit, product_flops
+from mixer.common.terminal import counted
+from mixer.common.values import as_yaml
 from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
+from mixer.models.retrieval import pair_keys
 from mixer.training.backend import settle_backend
-from mixer.training.config import RunConfig, as_yaml, flatten
+from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import build_optimizer, learning_rate
 from mixer.training.passes import (
     HOPPER,
@@ -77,6 +81,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
             restore.start_from(as_path(run.train.init_from), model, data.tokenizer)
     else:
         trainer = restore.load_trainer(resumed, identity)
+        check_start(trainer, run.train.init_from)
         known = {"logged_tokens": trainer["tokens"], "nats": 0.0} | trainer
         counters = Counters(**{name: known[name] for name in asdict(counters)})
         model = restore.load_model(resumed, config)
@@ -91,6 +96,23 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     directory = used_settings(run)["data"].get("directory", "")
     recorded = {"data": identity, "data_directory": directory} | record
     return State(model, passes, optimizer, counters, recorded, resumed, wandb_id)
+
+
+def check_pairs(data: Data, directory: str) -> None:
+    """Raises UserError where contrastive training would have nothing to tell apart: all queries or
+    all targets of a split, or of many pairs spread over it, are one text.
+    """
+    for split, pairs in (("train", data.training), ("validation", data.validation)):
+        count = min(len(pairs), 1024)
+        batch = pairs.batch([number * len(pairs) // count for number in range(count)])
+        for side, keys in zip(("query", "target"), pair_keys(*batch), strict=True):
+            if (keys == keys[0]).all():
+                raise UserError(
+                    f"the {split} split of {directory} has one {side} in "
+                    f"{counted(count, 'pair')}, and a loss of 0; allowed: two different ones or "
+                    "more. Give a text with others, or another data.validation_fraction, and "
+                    "another data.directory"
+                )
 
 
 def find_checkpoint(run: RunConfig, world: World) -> Path | None:
@@ -158,11 +180,6 @@ def parallelize(
 # ------------------------------------------------------------------------- what it will take
 
 
-LESS_MEMORY = (
-    "To need less: lower train.batch_size and raise train.gradient_accumulation_steps by the same "
-    "factor (the losses stay the same); or set train.recompute=block or "
-    "train.mixed_precision=bf16; or choose a smaller model. Then run the same command again"
-)
 SHORT = 512  # tokens
 
 
@@ -183,9 +200,26 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
         if needed > (limit := memory_limit(world.device)):
             raise UserError(
                 f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, but "
-                f"the limit is {limit / 2**30:.1f}. {LESS_MEMORY}"
+                f"the limit is {limit / 2**30:.1f}. {less_memory(run, world.device)}"
             )
     return needed / 2**30
+
+
+def less_memory(run: RunConfig, device: torch.device) -> str:
+    """What to change for a run that needs less memory: all that helps and is not done already."""
+    train, advice = run.train, []
+    if train.batch_size > (2 if run.is_contrastive else 1):
+        lower = "lower train.batch_size"
+        if not run.is_contrastive:
+            lower += " and raise train.gradient_accumulation_steps by the same factor (the losses "
+            lower += "stay the same)"
+        advice.append(lower)
+    if train.recompute != "block":
+        advice.append("set train.recompute=block")
+    if train.mixed_precision == "no":
+        advice.append(f"set train.mixed_precision={'fp16' if lacks_bf16(device) else 'bf16'}")
+    advice.append("choose a smaller model")
+    return f"To need less: {'; or '.join(advice)}. Then run the same command again"
 
 
 def weights_and_kept(run: RunConfig, data: Manifest, on_gpu: bool) -> tuple[int, int]:
@@ -224,22 +258,31 @@ def banner(run: RunConfig, state: State, samples: int, memory: float, world: Wor
     is_mixer, on_gpu = run.model.architecture == "masked_mixer", world.device.type == "cuda"
     mixing = run.model.mixing_backend if is_mixer else "attention"
     name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
-    processes = f"{world.size} process{'es' * (world.size > 1)}{', FSDP' * world.is_sharded}"
+    processes = counted(world.size, "process", "processes") + ", FSDP" * world.is_sharded
     batch = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
     tokens = batch * run.sample_tokens  # of a step
     steps, left = run.train.steps, max(0, run.train.steps - state.counters.step)
     flops = left * tokens * useful_flops(state.model, run)
     seconds = flops / (world.size * product_flops(world.device, run.train.mixed_precision))
+    time = timedelta(seconds=round(seconds))
     fresh = f"a start from {run.train.init_from}" if run.train.init_from else "a fresh start"
     begins = f"resuming {state.resumed}" if state.resumed else fresh
-    begins += "" if left else f", already finished ({steps:,} steps); raise train.steps to continue"
-    about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
-    return (
-        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
-        f"{name}\n{steps:,} steps of {tokens:,} tokens, {steps * batch / samples:.2f} epochs of "
-        f"{samples:,} samples\n{about} {memory:.1f} GB of memory, at least "
-        f"{timedelta(seconds=round(seconds))}; {begins}"
+    begins += (
+        ""
+        if left
+        else f", already finished ({counted(steps, 'step')}); raise train.steps to continue"
     )
+    about = "up to" if on_gpu else "about"  # compiled code and kernels keep less
+    lines = [
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
+        f"{name}",
+        f"{counted(steps, 'step')} of {counted(tokens, 'token')}, {steps * batch / samples:.2f} "
+        f"epochs of {counted(samples, 'sample')}",
+        f"{about} {memory:.1f} GB of memory, at least {time}; {begins}",
+    ]
+    if left and (warmup := run.optim.warmup_steps) > steps:
+        lines.append(f"optim.warmup_steps = {warmup} is cut to train.steps, {steps}")
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------- the record
@@ -266,6 +309,7 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     if trainer is None:
         return {"settings": settings, "earlier": {}}
     before, now = dict(flatten(trainer.get("settings", {}))), dict(flatten(settings))
+    before.pop("train.init_from", None)  # see check_start
     changed = {key: before[key] for key in before if key in now and before[key] != now[key]}
     step, earlier = trainer["step"], trainer.get("earlier", {})
     listed = ", ".join(f"{key} = {now[key]} (was {old})" for key, old in changed.items())
@@ -277,15 +321,31 @@ def start_record(run: RunConfig, trainer: dict | None, world: World) -> dict[str
     if step >= run.train.steps:
         if changed.keys() - HARMLESS:
             raise UserError(
-                f"the checkpoint has {step} steps, which were trained with other settings: "
-                f"{listed}. Restore these, raise train.steps to continue, or choose another name "
-                "without checkpoint.resume to start afresh"
+                f"the checkpoint has {counted(step, 'step')}, which were trained with other "
+                f"settings: {listed}. Restore these, raise train.steps to continue, or choose "
+                "another name without checkpoint.resume to start afresh"
             )
     elif changed:
         world.say(f"settings from step {step + 1} on: {listed}")
         _warn_of_rate(run, changed, step, world)
         earlier = earlier | {str(step): changed}
     return {"settings": settings, "earlier": earlier}
+
+
+def check_start(trainer: dict[str, Any], now: str) -> None:
+    """Raises UserError unless train.init_from is `now` the folder that the run of trainer.json has
+    begun from: a run that goes on has those weights, and reads no others.
+    """
+    before = dict(flatten(trainer.get("settings", {}))).get("train.init_from", now)
+    folders = {os.path.realpath(as_path(name)) for name in (before, now)}
+    if before == now or (before and now and len(folders) == 1):
+        return
+    began = f"from {before}" if before else "without it"
+    restore = f"set train.init_from={before}" if before else "leave it out"
+    raise UserError(
+        f"train.init_from = {now!r}, but the run has begun {began}: {restore}, or choose another "
+        "name without checkpoint.resume to start afresh"
+    )
 
 
 def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: World) -> None:

@@ -138,6 +138,8 @@ def test_pruning_keeps_the_newest_the_best_and_every_nth(tmp_path):
     assert os.readlink(tmp_path / "best") == "step-30"  # 35 has no checkpoint, 40 no loss
     prune(tmp_path, last=90, keep=2, keep_every=40)
     assert sorted(map(step_of, tmp_path.glob("step-*"))) == [30, 40, 80, 90, 100]
+    link_best(tmp_path, {30: 1.2, 40: 0.0})
+    assert os.readlink(tmp_path / "best") == "step-40"
 
 
 LACKING = {
@@ -207,7 +209,11 @@ def fail_in_the_thread() -> None:
     checkpoint.save_file = failing
 
 
-def test_an_error_of_the_writing_thread_ends_the_run(write_config, launch):
-    ranks = launch("--config", write_config(), "train.steps=100000", before=fail_in_the_thread)
+def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(
+    write_config, launch, tmp_path
+):
+    options = ("train.steps=100000", "train.eval_every=0", "checkpoint.save_every=500")
+    ranks = launch("--config", write_config(), *options, before=fail_in_the_thread)
     assert ranks.wait() == [1]
     assert "ValueError: made to fail" in ranks.output
+    assert 500 <= read_lines(tmp_path / "runs/small")[-1]["step"] < 900

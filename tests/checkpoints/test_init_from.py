@@ -9,9 +9,14 @@ from runs import read_lines, read_losses, refusal
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from mixer.common.errors import UserError
 from mixer.export import export
+from mixer.models.architecture import model_config
 from mixer.training.config import load_config
 from mixer.training.loop import train
+
+MIXER = {"mixing_weight": "lags", "num_mixer_heads": 2, "mixing_init": "shift"}
+MIXER |= {"mixer_key_size": 4, "layer_norm_eps": 1e-6, "intermediate_size": 48}
 
 
 @pytest.mark.parametrize("exported", [False, True], ids=["checkpoint", "exported"])
@@ -63,6 +68,47 @@ def test_a_run_starts_from_a_llama_of_the_hub(write_config, finished, tmp_path):
     weights = load_file(source / "model.safetensors")
     written = load_file(tmp_path / "runs/tuned/step-1/model.safetensors")
     assert all((written[name] == weight).all() for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("model", [{}, MIXER, {"architecture": "qwen3"}], ids=str)
+def test_the_options_of_the_model_come_from_the_checkpoint_by_themselves(
+    model, write_config, tmp_path, capsys
+):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    train(load_config(str(write_config(model=sizes | model)), ["name=first", "train.steps=2"]))
+    source = tmp_path / "runs/first/step-2"
+    config, start = str(write_config(model={})), f"train.init_from={source}"
+    run = load_config(config, [start, "name=tuned", "train.steps=2"])
+    first = load_config(str(source.parent / "config.yaml"), [])
+    found, expected = (model_config(each.model, 400, 0).to_dict() for each in (run, first))
+    assert found == expected
+    train(run)
+    assert load_config(config, [start, "model.hidden_size=64"]).model.hidden_size == 64
+
+    # A run that goes on has them from its own checkpoint, and begins from no others.
+    source.rename(tmp_path / "moved")
+    again = ["name=tuned", "train.steps=3"]
+    other = refusal(config, *again, f"train.init_from={tmp_path / 'moved'}")
+    assert f"the run has begun from {source}: set train.init_from={source}, or choose" in other
+    none = refusal(tmp_path / "runs/tuned/config.yaml", *again, "train.init_from=")
+    assert f"train.init_from = '', but the run has begun from {source}" in none
+    capsys.readouterr()
+    train(load_config(config, [start, *again]))
+    assert "init_from" not in capsys.readouterr().out
+
+
+def test_a_run_that_began_without_weights_takes_none_on_a_resume(write_config, finished):
+    said = refusal(write_config(), f"train.init_from={finished / 'step-8'}", "train.steps=13")
+    assert "but the run has begun without it: leave it out, or choose another name" in said
+
+
+def test_weights_that_are_not_there_are_refused_with_the_options(write_config, finished):
+    for given, said in (
+        (finished / "step-9", "there is no such directory; give .*best or .*step-8"),
+        (finished, "is a run, not a checkpoint: give "),
+    ):
+        with pytest.raises(UserError, match=f"^train.init_from: .*{said}"):
+            load_config(str(write_config(model={})), [f"train.init_from={given}", "name=tuned"])
 
 
 def swap_merges(source) -> None:

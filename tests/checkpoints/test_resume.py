@@ -117,7 +117,8 @@ def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
 def test_a_run_killed_before_its_first_checkpoint_has_its_first_evaluation_once(
     write_config, launch, tmp_path
 ):
-    config = write_config(train={"steps": 12, "batch_size": 8, "eval_every": 0, "eval_samples": 8})
+    train = {"steps": 12, "batch_size": 8, "eval_every": 100_000, "eval_samples": 8}
+    config = write_config(train=train)
     metrics = tmp_path / "runs/small/metrics.jsonl"
     ranks = launch("--config", config, "train.steps=100000", "checkpoint.save_every=0")
     ranks.until(lambda: metrics.exists() and '"step": 3,' in metrics.read_text()).kill()
@@ -180,3 +181,25 @@ def test_the_optimizers_state_in_shards_of_an_earlier_version_goes_on_exactly(
     for run in (finished, sharded):
         train(load_config(str(write_config()), [f"name={run.name}", "train.steps=14"]))
     assert_same(sharded, finished, 14)
+
+
+def test_a_copied_run_whose_links_were_followed_goes_on_and_links_its_best_checkpoint(
+    write_config, finished, capsys
+):
+    """As `cp -rL`, `scp -r` and object storage do. The best checkpoint stays, though it is old."""
+    metrics = finished / "metrics.jsonl"
+    lines = read_lines(finished)
+    for line in lines:
+        if line["step"] == 12 and "validation_loss" in line:
+            line["validation_loss"] = 0.1
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (finished / "best").unlink()
+    shutil.copytree(finished / "step-8", finished / "best")  # perhaps of another time
+    (finished / "best.partial").mkdir()
+    options = ["train.steps=24", "checkpoint.save_every=3", "train.eval_every=0"]
+    train(load_config(str(write_config()), options))
+    said = f"{finished}/best was a folder, and is {finished}/best-copy-1 now"
+    assert capsys.readouterr().out.count(said) == 1
+    assert os.readlink(finished / "best") == "step-12"
+    names = {path.name for path in finished.glob("*")} - {"config.yaml", "metrics.jsonl"}
+    assert names == {"best", "best-copy-1", "step-12", "step-21", "step-24"}

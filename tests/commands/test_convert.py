@@ -146,7 +146,10 @@ def with_tensor(name: str, *shape: int, dtype=torch.float32):
         (with_tensor("lm_head.weight", 50, 16, dtype=torch.complex64), "is of type torch.complex"),
         (lambda s: s.pop("mixerblocks.1.conv.bias"), r"1.conv.bias is missing, expected: \[12\]"),
         (lambda s: s.pop("mixerblocks.0.conv.weight"), "not the weights of a .*0.conv.weight"),
-        (lambda s: s.pop("wte.weight"), "not the weights of a LanguageMixer .*wte.weight"),
+        (
+            lambda s: (s.pop("wte.weight"), s.pop("lm_head.weight")),
+            "not the weights of a LanguageMixer .*wte.weight",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
@@ -197,7 +200,43 @@ def test_parallel_heads_convert_and_go_back_as_separate_ones_with_equal_logits()
         from_reference(source, "rows")
 
 
+@pytest.mark.parametrize(
+    ("kinds", "form", "tied"),
+    [(["lag"], "lags", False), (["lag"] * 4, "lags", True), (["parallel-lag"], "lags", False)]
+    + [(["col"], "rows", False), (["row"] * 4, "columns", True)],
+)
+def test_mixers_with_a_dropout_convert_both_ways_with_equal_logits(kinds, form, tied, tmp_path):
+    about = {"context": 600, "decay": False, "dropout": True, "tied": tied}
+    reference, ids = RecurrentReference(kinds, **about).eval(), tokens(2, 500)
+    weights, old, new = reference.state_dict(), tmp_path / "old.safetensors", tmp_path / "new"
+    if tied:  # as trainers save it
+        del weights["output_layer.weight"]
+    save_file(weights, old)
+    convert(old, new, None, form)
+    model = AutoModelForCausalLM.from_pretrained(new)
+    assert model.config.tie_word_embeddings == tied
+    torch.testing.assert_close(model(ids).logits, reference(ids), rtol=0, atol=1e-4)
+    convert_back(new, tmp_path / "back.safetensors")
+    again = RecurrentReference(["lag"] * 4 if kinds == ["parallel-lag"] else kinds, **about).eval()
+    nn.init.zeros_(again.input_layer.weight)
+    again.load_state_dict(load_file(tmp_path / "back.safetensors"))  # strict: all keys and shapes
+    torch.testing.assert_close(again(ids), reference(ids), rtol=0, atol=1e-4)
+
+
+def test_a_toeplitz_mixer_trained_here_goes_back_to_a_class_with_a_dropout():
+    options = {"mixing_weight": "lags", "mlp_first": True, "hidden_act": "silu"}
+    model, ids = lively_model(**options, intermediate_size=64), tokens()
+    about = {"context": 16, "decay": False, "dropout": True, "width": 16}
+    reference = RecurrentReference(["lag"], **about).eval()
+    reference.load_state_dict(to_reference(model))
+    torch.testing.assert_close(reference(ids), model(ids).logits, rtol=0, atol=1e-5)
+
+
 def test_structured_mixers_that_do_not_convert_are_refused(tmp_path):
+    expanded = RecurrentReference(["lag"], 512, False).state_dict()
+    expanded["mixer_blocks.0.token_mixing_layer.3.weight"] = torch.zeros(1, 512)
+    with pytest.raises(UserError, match=r"has mixer_blocks\S+3.weight: two layers .*not converted"):
+        from_reference(expanded, "lags")
     weights = RecurrentReference(["col", "row"], 512, True).state_dict()
     weights["mixer_blocks.1.extra"] = weights.pop("mixer_blocks.1.token_norm.bias")
     save_file(weights, tmp_path / "strange.safetensors")

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from author import LanguageMixer
 from checkpoints import save_checkpoint
-from pictures import assert_png
 from runs import file_limit, state_files
 from safetensors.torch import save_file
 
@@ -27,6 +26,7 @@ import mixer.report
 import mixer.representation
 from mixer.checkpoints.pretrained import load_masked_mixer
 from mixer.common.errors import UserError, run_command
+from mixer.common.files import results_locked
 
 LINES = [{"step": step, "loss": 5 - step / 9, "lr": 1e-3} for step in range(1, 20)]
 REPRESENTATION = "--tokens 4 --steps 1 --layers 0".split()
@@ -155,15 +155,30 @@ def text_in(report: Path) -> tuple[str, int]:
     return result["text"], result["bytes"]
 
 
+@pytest.mark.parametrize("name", ["eval", "inspect", "report", "representation"])
+def test_results_that_another_command_writes_are_refused_and_work_afterwards(
+    inputs, tmp_path, call, name
+):
+    """Without that, the results of the command that ends first would be gone."""
+    for place in (tmp_path / "new", tmp_path):
+        main, arguments, output = commands(inputs, place)[name]
+        before = state_files(tmp_path)
+        with results_locked(output):
+            with pytest.raises(UserError, match=f"^{output} is being written by another command"):
+                call(main, arguments)
+        assert state_files(tmp_path) == before
+        call(main, arguments)
+        assert output.exists() and not list(tmp_path.rglob(".partial-*"))
+
+
 def test_evaluations_at_the_same_time_have_a_report_each(inputs, tmp_path):
-    """Of texts of other names, of texts of one name, and of one text twice."""
+    """Of texts of other names, and of texts of one name."""
     runs = tmp_path / "runs"
     shutil.copytree(inputs / "checkpoint", runs / "step-1")
     books = [tmp_path / place for place in ("a/book.txt", "b/book.txt", "c/book.txt", "a/other")]
     for number, book in enumerate(books):
         book.parent.mkdir(exist_ok=True)
         book.write_text("the mixer reads each token once " * (3 + number))
-    books.append(books[0])
     tested = ["--checkpoint", runs / "step-1", "--device", "cpu", "--text"]
     ended = at_the_same_time([(mixer.eval.main, [*tested, book]) for book in books], tmp_path)
     for book, (status, printed) in zip(books, ended, strict=True):
@@ -176,25 +191,28 @@ def test_evaluations_at_the_same_time_have_a_report_each(inputs, tmp_path):
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_outputs_written_at_the_same_time_to_one_place_are_whole(inputs, tmp_path, exists):
-    exported, evaluated = tmp_path / "export", tmp_path / "eval"
+def test_of_commands_that_write_to_one_place_at_the_same_time_one_does(inputs, tmp_path, exists):
+    exported, evaluated, back = tmp_path / "export", tmp_path / "eval", tmp_path / "converted"
     if exists:
         exported.mkdir()
         evaluated.mkdir()
         (evaluated / "notes").write_text("a file of the user's")
     export = commands(inputs, exported)["export"][:2]
-    report = commands(inputs, tmp_path)["report"][:2]
+    convert = commands(inputs, back)["convert --back"][:2]
     main, arguments, _ = commands(inputs, evaluated)["eval"]
     other = tmp_path / "other.txt"
     other.write_text("never looks ahead " * 9)
-    jobs = [export] * 3 + [report] * 2 + [(main, arguments), (main, [*arguments, "--text", other])]
-    ended = at_the_same_time(jobs, tmp_path)
-    assert sorted(status for status, _ in ended[:3]) == [0, 2, 2]
-    refusal = f"error: {exported} already exists; choose another --output, or delete it"
-    assert all((refusal in printed) == (status == 2) for status, printed in ended[:3])
-    assert [status for status, _ in ended[3:]] == [0] * 4
+    evals = [(main, arguments), (main, [*arguments, "--text", other])]
+    ended = at_the_same_time([export] * 3 + [convert] * 2 + evals, tmp_path)
+    for same, refusal in (
+        (ended[:3], f"error: {exported} already exists; choose another --output, or delete it"),
+        (ended[3:5], "give a .safetensors file that does not exist yet"),
+        (ended[5:], f"error: {evaluated} is being written by another command: wait for it"),
+    ):
+        # An evaluation that begins when the other has ended replaces its report.
+        assert sorted(status for status, _ in same) in ([0, 2, 2], [0, 2], [0, 0])
+        assert all((refusal in printed) == (status == 2) for status, printed in same)
     load_masked_mixer(exported)
     text, _ = text_in(evaluated / "report.json")
     assert f"text: {text};" in " ".join((evaluated / "report.md").read_text().split())
-    assert_png(tmp_path / "picture.png")
     assert not list(tmp_path.rglob(".partial-*"))

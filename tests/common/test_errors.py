@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from mixer.common.errors import run_command
+from mixer.common.terminal import lasting_output
 
 
 def refuse() -> None:
@@ -49,9 +50,55 @@ def test_output_that_nobody_reads_any_more_is_one_line(monkeypatch, capfd, buffe
     assert capfd.readouterr().err == "error: [Errno 32] Broken pipe\n"
 
 
-def test_a_command_whose_output_is_closed_works(monkeypatch):
+def test_a_command_whose_output_is_closed_works_and_writes_it_to_no_other_file(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(sys, "stdout", None)
     run_command(lambda: print("words"))
+    writes = "import os, mixer.common.errors as e; e.run_command(lambda: "
+    writes += f"(open({str(tmp_path / 'file')!r}, 'w'), os.write(1, b'x'), os.write(2, b'x')))"
+    command = f'{sys.executable} -c "$CODE" >&- 2>&-'
+    closed = subprocess.run(command, shell=True, env=os.environ | {"CODE": writes})
+    assert closed.returncode == 0 and (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EPIPE, errno.EBADF], ids=errno.errorcode.get)
+def test_no_reader_that_has_gone_fails_what_prints(monkeypatch, error):
+    """EIO: a closed terminal. EPIPE: a pipe. EBADF: a closed descriptor."""
+
+    class Gone(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            raise OSError(error, os.strerror(error))
+
+    for name in ("stdout", "stderr"):
+        gone = io.TextIOWrapper(io.BufferedWriter(Gone()), encoding="utf-8")
+        monkeypatch.setattr(sys, name, gone)
+    with lasting_output():
+        print("words", file=sys.stderr)  # waits in a buffer, as the last line of a log may
+        for _ in range(3):
+            print("words", flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # as Python does when it exits
+    with pytest.raises(SystemExit) as ended:
+        run_command(refuse)
+    assert ended.value.code == 2
+
+
+def test_output_that_is_read_arrives_and_its_stream_is_given_back(capsys):
+    before = sys.stdout, sys.stderr
+    with lasting_output():
+        print("words", end="")
+        print("a line", file=sys.stderr)
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr() == ("words", "a line\n")
+
+
+def test_the_package_can_be_imported_by_a_program_without_arguments():
+    clear = "import sys; sys.argv.clear(); import mixer"
+    subprocess.run([sys.executable, "-c", clear], check=True)
 
 
 WAITS = "import mixer.common.errors as e, time; e.run_command(lambda: time.sleep(print(1) or 60))"

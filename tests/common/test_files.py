@@ -138,8 +138,8 @@ WRONG = {
     b"[" * 100_000: "is damaged (RecursionError: ",
     b"[1]": "it holds list, allowed: an object with keys",
     b'{"name": "x"}': "size missing",
-    b'{"size": true, "name": null}': "size = True, allowed: a whole number",
-    b'{"size": 1, "name": 2}': "name = 2, allowed: text in quotes or null",
+    b'{"size": true, "name": null}': "size = True; allowed: a whole number",
+    b'{"size": 1, "name": 2}': "name = 2; allowed: text in quotes or null",
     b'{"size": 1, "name": "x", "other": {"deep": ["\\ud800"]}}': "surrogates not allowed",
     b'{"size": 1, "name": "a\\u0000"}': "it holds a null character",
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,11 +15,12 @@ from markdown import rows as rows_of
 from runs import ROOT, read_lines
 
 from mixer.common.errors import UserError
+from mixer.common.files import results_locked
 from mixer.common.hardware import commit
+from mixer.common.values import read_yaml
 from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
-from mixer.training.config import read_yaml
 
 SCRIPT = ROOT / "benchmarks" / "train_plan.py"
 PLANS = ROOT / "benchmarks" / "plans"
@@ -63,6 +65,17 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
 
     with pytest.raises(UserError, match="'dense' with other options: train.batch_size"):
         main([*map(str, command[2:]), "train.batch_size=4"])
+    other = ["--backends", "auto", "data.source=text", "data.path=b"]
+    with pytest.raises(UserError, match="'dense' of other data: data.path None, not b, data.so"):
+        main([*map(str, command[2:6]), *other])
+
+
+def test_a_comparison_goes_on_where_its_output_fails_as_that_of_a_closed_terminal_does(
+    train, tmp_path
+):
+    compared = start_python(*train({"runs": {"one": {}, "two": {}}}), output=Path("/dev/full"))
+    compared.join(60)
+    assert compared.exitcode == 0 and runs_in(tmp_path / "results.json").keys() == {"one", "two"}
 
 
 def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_path):
@@ -78,6 +91,15 @@ def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_pat
         assert final["tokens"] == pytest.approx(wanted, abs=256)
         assert f"{final['validation_loss']:.4f}" in text
     assert (output / "report.png").stat().st_size > 0
+
+
+def test_a_second_comparison_into_one_output_is_refused(write_config, tmp_path):
+    output = tmp_path / "compared"
+    command = ["--config", str(write_config()), "--output", str(output), "--backends", "dense"]
+    with results_locked(output / "report.json"):
+        with pytest.raises(UserError, match="report.json is being written by another command"):
+            main(command)
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("content", ['{"runs": {"dense": ', '{"rows": []}'])
@@ -227,12 +249,17 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     assert len(kept) == 2 and all("pretraining" in path.name for path in kept)
 
 
-def test_what_trains_ends_with_the_command(train, tmp_path):
+def test_what_trains_ends_with_the_command_and_meanwhile_no_other_one_adds_to_its_results(
+    train, tmp_path, monkeypatch
+):
     command = train({"runs": {"long": {"train.steps": 100_000, "train.eval_every": 0}}})
     folder, process = tmp_path / "results-runs", start_python(*command, output=tmp_path / "printed")
     while not lines_of(folder.glob("long/metrics.jsonl")):
         assert process.is_alive(), (tmp_path / "printed").read_text()
         time.sleep(0.01)
+    monkeypatch.setattr("sys.argv", [*map(str, command)])
+    with pytest.raises(UserError, match="results.json is being written by another command"):
+        train_plan.main()
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     saved = folder / "long"
@@ -242,9 +269,9 @@ def test_what_trains_ends_with_the_command(train, tmp_path):
         time.sleep(0.05)
 
 
-def report_lane(connection, run, folder):
+def report_lane(connection, run, log, text):
     """Stands for a run's process: waits until there are two of them, and says which GPU it sees."""
-    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+    folder, gpu = log.parent, os.environ["CUDA_VISIBLE_DEVICES"]
     (folder / gpu).touch()
     deadline = time.monotonic() + 60
     while run.name in "ab" and len(list(folder.iterdir())) < 2:
@@ -254,7 +281,9 @@ def report_lane(connection, run, folder):
         os.kill(os.getpid(), signal.SIGKILL)
     if run.name == "e":
         return connection.send("no space left on device")
-    connection.send({"settings": {}, "text_sha256": [], "validation_loss": 1.0, "gpu": gpu})
+    measured = {"validation_loss": 1.0, "steps": 1, "training_seconds": 1.0, "text_sha256": []}
+    about = {"settings": {}, "hardware": {"device": "cpu", "torch": "2"}, "gpu": gpu}
+    connection.send(measured | about)
 
 
 def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatch, tmp_path):
@@ -279,6 +308,24 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
         second.work([iterate("e")])
     assert written == ["report"] and runs_in(tmp_path / "a.json") == rows
     assert {row["command"] for row in rows.values()} == {"first"}
+
+
+def test_while_runs_train_their_last_lines_are_printed(monkeypatch, tmp_path, capsys):
+    def report(connection, run, log, text):
+        for step in (1, 2):
+            log.write_text(f"step {step}\n")
+            time.sleep(0.5)
+        connection.send("out of memory")
+
+    def job():
+        yield Run("a", {})
+
+    monkeypatch.setattr(study, "SAY_EVERY", 0.1)
+    monkeypatch.setattr(study, "report_run", report)
+    with pytest.raises(UserError, match="^a: out of memory$"):
+        study.Study(tmp_path / "results", {}, "command", "").work([job()])
+    started = f"a: started; its output is in {tmp_path / 'results-runs' / 'a.txt'}"
+    assert capsys.readouterr().out.splitlines() == [started, "a: step 1", "a: step 2"]
 
 
 def test_gpus_that_are_named_are_not_counted_which_may_take_cuda_from_forks(monkeypatch):
@@ -317,8 +364,80 @@ def lines_of(files) -> list[dict]:
     return found
 
 
-def test_an_incomplete_plan_is_refused():
-    kinds = {"common": {}, "kinds": {"a": {512: {}}}}
-    for plan in ({}, {"runs": {}}, kinds, kinds | {"seconds": 1, "rates": [1e-3]}):
-        with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
-            jobs_of(plan, {}, [], {})
+KINDS = {"common": {}, "seconds": 1, "kinds": {"a": {512: {}}}}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{}, {"runs": {"a": {}}}, {"common": {}, "runs": {}}, {"common": {}, "kinds": {"a": {512: {}}}}]
+    + [KINDS | {"rates": [1e-3]}, KINDS | {"runs": {"b": {}}}, KINDS | {"kinds": {"a": {}}}]
+    + [KINDS | {"rates": [], "sweep_share": 0.5}],
+)
+def test_an_incomplete_plan_is_refused(plan):
+    with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
+        jobs_of(plan, {}, [], {})
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"common": []}, r"the plan.common = \[\]; allowed: keys with values"),
+        ({"runs": [1]}, r"the plan.runs = \[1\]; allowed: keys with values"),
+        ({"runs": None}, "the plan.runs = None; allowed: keys with values"),
+        ({"runs": {"b": 3}}, "the plan.runs.b = 3; allowed: keys with values or null"),
+        ({"kinds": {512: {"a": {}}}}, "the plan.kinds has the key 512; allowed: text in quotes"),
+        ({"kinds": {"a": {512: {1: 2}}}}, "the plan's 512 has the key 1; allowed: text"),
+        ({"kinds": {"a": {512: {"recipe": 3}}}}, "the plan's 512.recipe = 3; allowed: text"),
+        ({"seconds": "x"}, "the plan.seconds = 'x'; allowed: a finite number"),
+        ({"seconds": -1}, "the plan has -1 as a time or a rate; allowed: above 0"),
+        ({"seconds_of_best": [0]}, "the plan has 0 as a time or a rate; allowed: above 0"),
+        ({"rates": [1e-3], "sweep_share": 2}, "the plan.sweep_share = 2; allowed: above 0, below"),
+        ({"seeds": ["x"]}, r"the plan.seeds\[0\] = 'x'; allowed: a whole number"),
+        ({"seeds": [-1]}, "seed = -1; allowed: a whole number, 0 or more"),
+        ({"refrence": "a"}, "the plan has the key 'refrence'; allowed: common, recipe"),
+        ({"reference": "b"}, "the plan.reference = 'b'; allowed: none, as it has no `runs`"),
+        ({"recipe": "plan.yaml"}, "recipe: plan.yaml has no section optim"),
+        ({"common": {"optim.lr": "x"}}, "optim.lr = 'x'; allowed: a finite number"),
+        ({"common": {"optim.warmup_steps": "x"}}, "optim.warmup_steps = 'x'; allowed: a whole"),
+        ({"pretraining": {"train.stepz": 1}}, "unknown key train.stepz"),
+        ({"kinds": {"a b": {"c": {}}, "a": {"b c": {}}}}, "'a b c' and 'a b c' would share"),
+        ({"kinds": {"a b": {"": {}}, "a-b": {"": {}}}}, "'a b' and 'a-b' would share results"),
+        ({"kinds": {"..": {"": {}}}}, "name = '..'; allowed: a directory name"),
+        ({"seeds": [1, 1]}, "'a 512, seed 1' and 'a 512, seed 1' would share results"),
+    ],
+)
+def test_odd_values_of_a_plan_are_named(parts, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(KINDS | parts))
+    monkeypatch.setattr("sys.argv", ["train_plan", "plan.yaml", "--output", "results"])
+    with pytest.raises(UserError, match=said):
+        train_plan.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+ROW = {"settings": {}, "commit": "a", "hardware": {"device": "cpu", "torch": "2"}}
+ROW |= {"validation_loss": 4.0, "training_seconds": 1.0, "steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [(None, "runs.b = None"), (ROW | {"steps": "3"}, "runs.b.steps = '3'; allowed: a whole number")]
+    + [(ROW | {"hardware": {}}, "runs.b has no hardware.device"), ({}, "runs.b has no settings")]
+    + [({name: ROW[name] for name in list(ROW)[:4]}, "runs.b has no training_seconds")],
+)
+def test_results_that_were_cut_are_refused(row, said, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"runs": {"a": ROW, "b": row}}))
+    with pytest.raises(UserError, match=f"a.json is damaged .{said}.*: give another --output"):
+        study.Study(tmp_path / "a", {}, "command", "commit")
+
+
+def test_a_comparison_that_goes_on_after_its_text_was_changed_is_refused(train, tmp_path):
+    command = train({"runs": {"one": {}, "two": {"optim.lr": 1e-3}}})
+    plan, file = read_yaml(tmp_path / "plan.yaml"), tmp_path / "results.json"
+    first = next(jobs_of(plan, {}, ["one"], {})[0])
+    of_another = ROW | {"settings": first.settings, "text_sha256": ["0" * 64] * 2}
+    file.write_text(json.dumps({"runs": {"one": of_another}}))
+    printed = run_python(*command, output=tmp_path / "printed", status=2)
+    said = r"error: two: UserError: \S+ has other tokens than the results: restore the text"
+    assert re.search(said, printed)
+    assert list(runs_in(file)) == ["one"]

@@ -5,6 +5,7 @@ import os
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from runs import refusal
 
 OWN_FILE = """
 compute_environment: LOCAL_MACHINE
@@ -58,3 +59,20 @@ def test_a_single_process_in_a_pod_and_a_job_trains_alone(write_config, launch):
     job = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "3"}
     ranks = launch("--config", write_config(), "train.steps=4", environment=pod | job)
     assert "1 process on cpu" in ranks.succeed()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ACCELERATE_TORCH_DEVICE", "cuda:99"),
+        ("ACCELERATE_TORCH_DEVICE", "meta"),
+        ("ACCELERATE_TORCH_DEVICE", "gpu"),
+        ("ACCELERATE_DEBUG_MODE", "perhaps"),
+    ],
+)
+def test_what_a_variable_of_accelerate_asks_for_in_vain_is_refused_by_name(
+    write_config, monkeypatch, tmp_path, variable, value
+):
+    monkeypatch.setenv(variable, value)
+    assert "accelerate cannot start" in (said := refusal(write_config()))
+    assert f"{variable}={value}" in said and not (tmp_path / "runs").exists()

@@ -1,7 +1,9 @@
 """Ending early: signals, and processes that die."""
 
 import itertools
+import logging
 import os
+import pty
 import signal
 import sys
 import time
@@ -56,20 +58,52 @@ def test_a_signal_to_any_one_process_saves_and_ends_all_with_success(
     assert read_lines(tmp_path / "runs/small")[-1]["step"] == step >= before
 
 
-def test_a_signal_saves_and_ends_with_success_where_the_reader_of_the_output_has_gone(
-    write_config, launch, tmp_path
-):
-    """Ctrl-C reaches all of `train.py | tee log`, and tee is gone at once."""
-    ranks = started(launch, write_config(train=LONG), tmp_path, 1, before=reader_has_gone)
-    assert ranks.signal(signal.SIGINT).wait() == [0]
-    assert last_saved(tmp_path / "runs/small") >= 5
-
-
-def reader_has_gone() -> None:
-    reader, writer = os.pipe()
-    os.dup2(writer, sys.stdout.fileno())
+def print_to(opened: tuple[int, int]) -> None:
+    """The reader of what this process prints has gone: `opened` are its end and this process's."""
+    reader, writer = opened
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(writer, stream.fileno())
     os.close(reader)
     os.close(writer)
+
+
+def warn_at_each_step() -> None:
+    """Other libraries print, too."""
+    from mixer.training import loop
+
+    real = loop.learning_rate
+
+    def learning_rate(*arguments):
+        print("a progress bar", file=sys.stderr)
+        logging.getLogger().error("a line of a log")
+        return real(*arguments)
+
+    logging.basicConfig(force=True)
+    loop.learning_rate = learning_rate
+
+
+def tee_has_ended() -> None:
+    print_to(os.pipe())
+    warn_at_each_step()
+
+
+def terminal_is_closed() -> None:
+    print_to(pty.openpty())
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these may run under nohup
+    warn_at_each_step()
+
+
+@pytest.mark.parametrize(
+    ("gone", "number"), [(tee_has_ended, signal.SIGINT), (terminal_is_closed, signal.SIGHUP)]
+)
+def test_a_signal_saves_and_ends_with_success_where_the_reader_of_the_output_has_gone(
+    write_config, launch, tmp_path, gone, number
+):
+    """Ctrl-C reaches all of `train.py | tee log`, and tee is gone at once."""
+    ranks = started(launch, write_config(train=LONG), tmp_path, 1, before=gone)
+    assert ranks.signal(number).wait() == [0]
+    step = last_saved(tmp_path / "runs/small")
+    assert step == read_lines(tmp_path / "runs/small")[-1]["step"] >= 5
 
 
 def test_a_run_under_nohup_goes_on_when_its_terminal_closes(write_config, launch, tmp_path):

@@ -4,6 +4,7 @@ each fault has its message.
 
 import gzip
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -197,15 +198,31 @@ def test_one_token_of_leakage_is_found(root):
             check_causality(model, tokens[:length], "fp32")
 
 
-def test_a_tokenizer_of_another_size_is_refused(root, tmp_path):
-    model, _ = load_checkpoint(root / "masked_mixer", CPU)
-    train_tokenizer(documents() * 20, 290).save_pretrained(tmp_path)
+@pytest.mark.parametrize("said", [-1, 0])
+def test_a_context_that_is_no_length_is_not_known(root, tmp_path, said):
+    """-1 says that there is no end, as in XLNet."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(root / "gpt2" / name, tmp_path)
+    change_config(tmp_path, max_position_embeddings=said)
+    text = [str(root / "0.txt")]
+    assert evaluate(tmp_path, text=text, window=16)["context"] is None
+    with pytest.raises(UserError, match="the window of .* is 0, the stride 0: give --window N"):
+        evaluate(tmp_path, text=text)
+
+
+def test_a_model_with_many_more_ids_than_its_tokenizer_is_scored(root, tmp_path):
+    model, tokenizer = load_checkpoint(root / "masked_mixer", CPU)
+    model.resize_token_embeddings(3000)
+    with torch.no_grad():
+        model.lm_head.weight[len(tokenizer) :] = 0
     model.save_pretrained(tmp_path)
-    evaluate(tmp_path, text=[str(root / "0.txt")])  # 10 more ids are padding
-    model.resize_token_embeddings(2000)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="290 ids, the model 2000; allowed: .*: give the tokenizer"):
-        evaluate(tmp_path, text=[str(root / "0.txt")])
+    tokenizer.save_pretrained(tmp_path)
+    text = [str(root / "0.txt")]
+    padded, plain = (evaluate(place, text=text) for place in (tmp_path, root / "masked_mixer"))
+    assert padded["tokens_scored"] == plain["tokens_scored"]
+    assert plain["loss"] < padded["loss"] < plain["loss"] + math.log(3000)
 
 
 def test_a_token_that_the_model_lacks_is_refused_only_in_a_text_that_has_it(root, tmp_path):

@@ -252,17 +252,35 @@ def change_trainer(run, checkpoint: Path, content: str) -> str:
     return str(checkpoint)
 
 
+STATE = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
+
+
 def test_a_checkpoint_away_from_its_data_asks_for_a_text(run, tmp_path):
-    state = {"step": 7, "tokens": 224, "data_directory": "data/of-a-run"}
-    checkpoint = change_trainer(run, tmp_path / "step-7", json.dumps(state))
+    checkpoint = change_trainer(run, tmp_path / "step-7", json.dumps(STATE))
     with pytest.raises(UserError, match="was trained on data/of-a-run, which is not in"):
         evaluate(checkpoint)
+
+
+def test_the_task_of_another_version_is_read_and_odd_values_of_it_are_named(run, tmp_path):
+    task = {"source": "copy", "vocab_size": 300, "of_another_version": 3}
+    content = json.dumps(STATE | {"settings": {"data": task}})
+    assert "the task copy" in evaluate(change_trainer(run, tmp_path / "later", content))["text"]
+    content = json.dumps(STATE | {"settings": {"data": task | {"vocab_size": "x"}}})
+    with pytest.raises(UserError, match="was trained on data.vocab_size = 'x'; allowed: a whole"):
+        evaluate(change_trainer(run, tmp_path / "odd", content))
 
 
 def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path):
     for name, content, problem in (
         ("cut", '{"step": 7, "tok', "JSONDecodeError: "),
         ("lacking", '{"step": 7}', "tokens missing"),
+        ("number", json.dumps(STATE | {"settings": 3}), "trainer.json.settings = 3; allowed: keys"),
+        (
+            "list",
+            json.dumps(STATE | {"settings": {"data": []}}),
+            r"trainer.json.settings.data = \[",
+        ),
+        ("text", json.dumps(STATE | {"earlier": {"7": "x"}}), "trainer.json.earlier.7 = 'x'"),
     ):
         checkpoint = change_trainer(run, tmp_path / name, content)
         for use in (
@@ -270,7 +288,7 @@ def test_what_training_knew_is_named_where_it_is_damaged(run, tmp_path):
             lambda path: export(Path(path), tmp_path / "given", "mit"),
             lambda path: load_trainer(Path(path), {}),
         ):
-            with pytest.raises(UserError, match=rf"trainer.json is damaged \({problem}.*: copy"):
+            with pytest.raises(UserError, match=rf"trainer.json is damaged \(\S*{problem}.*: copy"):
                 use(checkpoint)
     assert not (tmp_path / "given").exists()
 

@@ -6,6 +6,7 @@ import torch
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models import masked_mixer
+from mixer.models.masked_mixer.cache import CACHE
 from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv
 
 # The files of the model's code, which are saved beside its weights.
@@ -138,6 +139,8 @@ def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generate(model, ids, new=8, **how):
+    if "past_key_values" in how:
+        how[CACHE] = how.pop("past_key_values")
     return model.generate(
         ids, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how)
     )[:, -new:]

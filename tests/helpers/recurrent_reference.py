@@ -75,12 +75,31 @@ class ParallelHeads(nn.Module):
         return self.out_proj(y.flatten(1, 2).mT).mT
 
 
+class ParallelToeplitzHeads(nn.Module):
+    """Four Toeplitz heads as one layer."""
+
+    def __init__(self, width: int, context: int):
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.mixer_heads = nn.Module()
+        self.mixer_heads.weight = nn.Parameter(torch.randn(4, context) / context**0.5)
+        self.mixer_heads.bias = nn.Parameter(torch.randn(4, context))
+
+    def forward(self, x):
+        tokens, heads = x.shape[-1], self.mixer_heads
+        place = torch.arange(tokens)
+        lag = (place - place[:, None]).clamp(min=0)  # (from, to)
+        y = self.in_proj(x.mT).mT.unflatten(1, (4, -1)) @ heads.weight[:, lag].triu()
+        return self.out_proj((y + heads.bias[:, None, :tokens]).flatten(1, 2).mT).mT
+
+
 class Block(nn.Module):
-    def __init__(self, width: int, mixing: nn.Module):
+    def __init__(self, width: int, mixing: nn.Module, dropout: bool):
         super().__init__()
         self.channel_norm, self.token_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        between = [nn.SiLU(), nn.Dropout(0.0)] if dropout else [nn.SiLU()]
         self.channel_mixing_layer = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width)
+            nn.Linear(width, 4 * width), *between, nn.Linear(4 * width, width)
         )
         self.token_mixing_layer = mixing
 
@@ -90,8 +109,8 @@ class Block(nn.Module):
 
 
 class RecurrentReference(nn.Module):
-    """kinds: `col`, `row` or `lag` for each head, one for a mixer without heads; `parallel` for
-    heads as one layer.
+    """kinds: `col`, `row` or `lag` for each head, one for a mixer without heads; `parallel` or
+    `parallel-lag` for heads as one layer. dropout: of the MLP, as all Toeplitz mixers have.
     """
 
     def __init__(
@@ -102,6 +121,8 @@ class RecurrentReference(nn.Module):
         projections: bool = True,
         width: int = 8,
         vocabulary: int = 50,
+        dropout: bool = False,
+        tied: bool = False,
     ):
         super().__init__()
         torch.manual_seed(3)
@@ -110,12 +131,16 @@ class RecurrentReference(nn.Module):
         def mixing() -> nn.Module:
             if kinds == ["parallel"]:
                 return ParallelHeads(width, context)
+            if kinds == ["parallel-lag"]:
+                return ParallelToeplitzHeads(width, context)
             if len(kinds) == 1:
                 return Repeat(context, kinds[0], decay)
             return Heads(width, context, kinds, decay, projections)
 
-        self.mixer_blocks = nn.ModuleList(Block(width, mixing()) for _ in range(2))
+        self.mixer_blocks = nn.ModuleList(Block(width, mixing(), dropout) for _ in range(2))
         self.output_layer = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.output_layer.weight = self.input_layer.weight
         for norm in (part for part in self.modules() if isinstance(part, nn.LayerNorm)):
             nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
 

@@ -14,6 +14,8 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
+    RwkvConfig,
+    RwkvForCausalLM,
     TextIteratorStreamer,
     pipeline,
 )
@@ -290,12 +292,18 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
             continuations(str(tmp_path), [prompt], 4, temperature, seed)
 
 
-def test_the_command_needs_an_end_token_for_several_prompts_alone(tokenizer, tmp_path):
-    lively_model(vocab_size=300).save_pretrained(tmp_path)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_path, temperature):
+    """Also with a model that ignores attention_mask, and with a tokenizer that cannot pad."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
+    RwkvForCausalLM(RwkvConfig(vocab_size=300, context_length=32, **sizes)).save_pretrained(
+        tmp_path
+    )
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
-    assert continuations(str(tmp_path), ["def"], 2, 0.0, 0)[0].startswith("def")
-    with pytest.raises(UserError, match="no padding or EOS token: give only one prompt"):
-        continuations(str(tmp_path), ["def", "def read"], 2, 0.0, 0)
+    asked, how = ["def", "def read(self, size)", "class"], (8, temperature, 5)
+    alone = [continuations(str(tmp_path), [prompt], *how)[0] for prompt in asked]
+    assert continuations(str(tmp_path), asked, *how) == alone
 
 
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):

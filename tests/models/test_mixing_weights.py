@@ -115,7 +115,7 @@ def test_a_run_trains_scale_and_decay_and_its_checkpoint_writes_behind_the_conte
 
 def test_a_sum_cannot_forget_tokens():
     model = small_model(mixing_weight="rows")
-    with pytest.raises(ValueError, match="cannot forget tokens: leave out prompt lookup"):
+    with pytest.raises(ValueError, match="cannot forget tokens|cache that can be cropped"):
         model.generate(tokens(1), max_new_tokens=4, prompt_lookup_num_tokens=2)
 
 

@@ -102,6 +102,10 @@ def test_shifted_keys_are_loaded_and_generate_what_the_forward_pass_finds(tmp_pa
     mask = F.pad(torch.ones_like(ids[:, 1:]), (1, 0))
     with pytest.raises(UserError, match="reads no padding on the left: give one text"):
         loaded.generate(ids, attention_mask=mask)
+    with pytest.raises(UserError, match="no cache, which guessing .*: leave out prompt_lookup_num"):
+        loaded.generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
+    with pytest.raises(UserError, match="no cache, which guessing"):
+        loaded.generate(ids, max_new_tokens=4, do_sample=False, assistant_model=loaded)
 
 
 @every

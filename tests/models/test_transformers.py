@@ -241,6 +241,18 @@ def test_label_smoothing_of_the_trainer_is_that_of_the_next_token(tmp_path):
     torch.testing.assert_close(loss, wanted)
 
 
+@pytest.mark.parametrize("kind", ["projected", "gate-heads", "keyed"])
+def test_quantizing_reaches_all_linear_layers(kind):
+    """Tools replace layers of the very type nn.Linear."""
+    model, ids = lively_model(**MIXINGS[kind]), tokens()
+    types = {type(part) for part in model.modules() if isinstance(part, torch.nn.Linear)}
+    assert types == {torch.nn.Linear}
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    assert not [part for part in quantized.modules() if type(part) is torch.nn.Linear]
+    off = quantized(ids).logits - model(ids).logits
+    assert 0 < off.norm() < 0.1 * model(ids).logits.norm()
+
+
 def test_lora_on_the_linear_layers(tmp_path):
     model, (ids, mask) = lively_model(num_mixer_heads=2), padded("left")
     base = model(ids, attention_mask=mask).logits

@@ -265,7 +265,9 @@ def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
 )
 def test_arguments_that_do_not_fit_are_refused_with_their_shapes(changes):
     ((name, shape),) = changes.items()
-    with pytest.raises(ValueError, match=rf"keyed_conv got .*{name} {re.escape(str(shape))}"):
+    with pytest.raises(
+        ValueError, match=rf"keyed_conv needs .*; it got .*{name} {re.escape(str(shape))}"
+    ):
         keyed_conv(**given(**changes))
 
 

@@ -352,6 +352,32 @@ def fits(x, weight, bias, residual, backend, kind) -> bool:
     )
 
 
+X, WEIGHT, LAGS = torch.ones(2, 6, 8), torch.ones(2, 1, 6, 6), torch.ones(2, 1, 6)
+ODD = {
+    "either weight or lags": {"lags": LAGS},
+    "x of 3 dimensions": {"x": X[0]},
+    "x in bfloat16, float16, float32 or float64": {"x": X.long()},
+    "weight of 4 dimensions": {"weight": WEIGHT[0]},
+    "lags of 3 dimensions": {"weight": None, "lags": WEIGHT},
+    "x and weight with 1 or more in each dimension": {"x": X[:, :0]},
+    "a square weight, (context, context)": {"weight": WEIGHT[..., :5]},
+    "a context of all tokens": {"weight": WEIGHT[..., :5, :5]},
+    "heads that divide the channels": {"x": X[..., :7]},
+    "weight in x's dtype or float32": {"weight": WEIGHT.half()},
+    "bias (heads, context)": {"bias": torch.ones(6, 2)},
+    "bias in the dtype of weight": {"bias": torch.ones(2, 6).half()},
+    "residual of x's shape": {"residual": X[:1]},
+    "residual in x's dtype": {"residual": X.half()},
+    "all tensors on one device": {"residual": X.to("meta")},
+}
+
+
+@pytest.mark.parametrize(("rule", "odd"), ODD.items(), ids=ODD.keys())
+def test_the_rule_that_is_broken_is_said_first(rule, odd):
+    with pytest.raises(ValueError, match=f"^triangular_conv needs {re.escape(rule)}; it got x"):
+        triangular_conv(**{"x": X, "weight": WEIGHT} | odd)
+
+
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(arguments())
@@ -363,7 +389,9 @@ def test_any_arguments_give_the_right_result_or_an_error_that_describes_them(giv
         y = triangular_conv(x, bias=bias, residual=residual, backend=backend, **kinds)
     except ValueError as error:
         assert not fit, f"refused without reason: {error}"
-        shown = rf"triangular_conv got x {re.escape(str(tuple(x.shape)))} .* they must be on one"
+        shown = (
+            rf"triangular_conv needs .*; it got x {re.escape(str(tuple(x.shape)))} .*; allowed: "
+        )
         assert re.match(f"{shown}|backend is", str(error)), error
         return
     assert fit

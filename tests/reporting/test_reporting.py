@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from markdown import rows
+from markdown import rows, tables
 from matplotlib.figure import Figure
 from pictures import assert_png
 
 from mixer import doctor, eval, inspect, report, train
 from mixer.common.errors import UserError
+from mixer.comparison import report as comparison_report
+from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, evaluation_report
 from mixer.report import compare_runs, plot_training, smooth
 from mixer.reporting.figure import plot_loss_by_position
 from mixer.reporting.text import WIDTH, read_metrics
@@ -177,8 +179,14 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
         report.main(["runs/none"])
     assert not Path("runs").exists()
     (runs[0] / "step-4/trainer_state").mkdir(parents=True)  # as a checkpoint has
-    with pytest.raises(UserError, match="^slow/step-4/metrics.jsonl does not exist: give a run"):
-        report.main([str(runs[0] / "step-4")])
+    (runs[0] / "best").symlink_to("step-4")
+    for name in ("step-4", "best"):
+        with pytest.raises(
+            UserError, match=f"^slow/{name}/metrics.jsonl does not exist: give slow$"
+        ):
+            report.main([f"slow/{name}"])
+    with pytest.raises(UserError, match="^metrics.jsonl does not exist: give .* or slow$"):
+        report.main(["."])
 
 
 def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, monkeypatch):
@@ -194,6 +202,25 @@ def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, 
         key = "validation_bits_per_byte" if differs else "validation_loss"
         assert ends == [line[key] for line in measured]
         assert ("bits per byte" in drawn[-1].axes[0].get_ylabel()) == differs
+
+
+def test_a_quantity_has_the_same_form_in_every_report(finished, tmp_path):
+    measured = {"accuracy": 0.4494, "tokens_per_second": 639.3135, "peak_memory_gb": 0.5913}
+    measured |= {"bits_per_byte": 1.3, "top1_of_32": 0.5}
+    compared = comparison_report.cells(measured)
+    (tmp_path / "text.txt").write_text("a few words of a text " * 9)
+    texts = [str(tmp_path / "text.txt")]
+    options = EvalOptions(str(finished / "step-12"), text=texts, window=16, device="cpu")
+    perplexities = {"token_perplexity": 12.4718, "word_perplexity": 80812.7}
+    report = evaluation_report([evaluate_checkpoint(options) | measured | perplexities])
+    evaluated = {}
+    for titles, cells in tables(report):
+        evaluated |= dict(zip(titles, cells, strict=True))
+    assert (evaluated["word ppl"], evaluated["token ppl"]) == ("80,812.70", "12.47")
+    for title, cell in (("accuracy", "44.94%"), ("tokens/s", "639"), ("bits/byte", "1.3000")):
+        assert evaluated[title] == compared[title] == cell
+    assert evaluated["top1 of 32"] == compared["top1 of 32"] == "50.0%"
+    assert evaluated["peak memory, GB"] == compared["memory, GB"] == "0.6"
 
 
 DAMAGED = [

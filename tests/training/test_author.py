@@ -50,6 +50,7 @@ def his_model(name: str, ours: PreTrainedModel) -> nn.Module:
     else:
         kinds = {"toeplitz": ["lag"] * 4, "recurrent": ["col", "col", "row", "row"]}[name]
         sizes = {"width": WIDTH, "vocabulary": 300}
+        sizes |= {"dropout": name == "toeplitz"}
         theirs = RecurrentReference(kinds, CONTEXT, name == "recurrent", **sizes)
     theirs.load_state_dict(to_reference(ours))
     return theirs

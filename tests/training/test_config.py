@@ -9,10 +9,12 @@ import yaml
 from runs import ROOT
 
 from mixer.common.errors import UserError
-from mixer.models.architecture import model_config
+from mixer.models.architecture import MODELS, model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+from mixer.ops import BACKENDS
 from mixer.train import main
-from mixer.training.config import RunConfig, flatten, load_config
+from mixer.training.config import OPTIONS, RunConfig, flatten, load_config
+from mixer.training.optim import OPTIMIZERS
 from mixer.training.start import save_config
 
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/author").glob("*.yaml")])
@@ -28,6 +30,15 @@ def test_each_shipped_configuration_builds_its_model(path):
     assert model.config.max_position_embeddings == run.model.max_position_embeddings
     assert run.name in (path.stem, f"author-{path.stem}")
     assert run.logging.tracker == "none"  # nothing leaves the machine unless asked
+
+
+def test_each_name_that_an_option_allows_has_what_it_names():
+    """Their modules take seconds to import, so that the configuration has the names itself."""
+    assert OPTIONS["optim.name"].metadata["choices"].keys() == OPTIMIZERS.keys()
+    assert all(OPTIMIZERS.values())
+    assert OPTIONS["model.architecture"].metadata["choices"] == tuple(MODELS)
+    assert OPTIONS["model.mixing_backend"].metadata["choices"] == BACKENDS
+    assert all(kind.config_class.model_type == name for name, kind in MODELS.items())
 
 
 def test_every_problem_is_reported_at_once(tmp_path):
@@ -143,6 +154,28 @@ def test_a_value_that_nothing_can_use_is_one_line(tmp_path, given, said, place):
     message = str(raised.value)
     assert said in message or "cannot be read as YAML: " in message
     assert message.count("\n  - ") == (0 if "as YAML: " in message else 1)
+
+
+@pytest.mark.parametrize("content", ["[]", "''", "0", "false", "[{train: {steps: 4}}]", "steps"])
+@pytest.mark.parametrize("section", ["", "train: "])
+def test_what_holds_no_keys_is_refused_and_never_stands_for_the_defaults(
+    tmp_path, content, section
+):
+    path = tmp_path / "config.yaml"
+    path.write_text(section + content)
+    with pytest.raises(UserError, match="allowed: keys with values"):
+        load_config(str(path), [])
+
+
+def test_an_option_without_a_value_is_refused_and_a_file_of_comments_has_the_defaults(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("# train: {steps: 4}\n")
+    assert load_config(str(path), []) == RunConfig()
+    path.write_text("name: {}\noptim: {lr: {}}\n")
+    with pytest.raises(UserError, match=r"(?s)2 problems.*name = \{\}.*optim.lr = \{\}"):
+        load_config(str(path), [])
+    with pytest.raises(UserError, match="is a folder; there are: "):  # an empty variable of a shell
+        load_config("", ["train.steps=4"])
 
 
 def test_a_section_given_twice_is_refused(tmp_path):

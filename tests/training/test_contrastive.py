@@ -23,7 +23,7 @@ from mixer.data.tokenizer import load_tokenizer
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 from mixer.export import export
 from mixer.models.architecture import ModelConfig, model_class, model_config
-from mixer.models.retrieval import info_nce, text_vectors, top1
+from mixer.models.retrieval import info_nce, text_keys, text_vectors, top1
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.passes import Contrastive
@@ -106,14 +106,46 @@ def test_top_1_is_counted_among_the_candidates_of_each_group():
     ]
     scores = queries[:1024] @ targets[:1024].T
     among_all = (scores.argmax(1) == torch.arange(1024)).float().mean().item()
-    shares = top1(queries, targets)
+    shares = top1(queries, targets, torch.arange(1100).expand(2, -1))
     assert shares.keys() == {"top1_of_32", "top1_of_1024"}
     assert shares["top1_of_32"] == pytest.approx(torch.cat(nearest).float().mean().item())
     assert shares["top1_of_1024"] == pytest.approx(among_all)
     assert 0.1 < shares["top1_of_1024"] < shares["top1_of_32"] < 1
     same = torch.ones(64, 8)
-    assert top1(same, same)["top1_of_32"] == 1 / 32, "vectors that are all alike find nothing"
-    assert info_nce(same, same, 0, 0.02).mean().item() == pytest.approx(math.log(64))
+    keys = torch.arange(64).expand(2, -1)
+    assert top1(same, same, keys)["top1_of_32"] == 1 / 32, "vectors that are all alike find nothing"
+    assert info_nce(same, same, keys, 0, 0.02).mean().item() == pytest.approx(math.log(64))
+
+
+@pytest.mark.parametrize("repeated", ["queries", "targets"])
+def test_what_is_right_for_a_copy_is_right_and_no_negative(repeated):
+    """With two different targets, or two different queries."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.nn.functional.normalize(torch.randn(2, 64, 8, generator=generator), dim=-1)
+    which = torch.randint(0, 2, (64,), generator=generator)
+    keys = torch.stack([torch.arange(64) + 2, which])
+    if repeated == "queries":
+        keys = keys.flip(0)
+    losses = info_nce(pairs[0, 32:], pairs[1], keys, 32, TEMPERATURE)
+    powers = torch.exp(pairs[0] @ pairs[1].T / TEMPERATURE)
+    for number, loss in zip(range(32, 64), losses, strict=True):
+        own, others = powers[number, number], powers[number, which != which[number]]
+        expected = -torch.log(own / (own + others.sum()))
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    groups = powers[::2, ::2], powers[1::2, 1::2]  # of 32 pairs
+    found = [which[n::2][group.argmax(1)] == which[n::2] for n, group in enumerate(groups)]
+    share = torch.cat(found).float().mean().item()
+    assert 0.2 < share < 0.8
+    assert top1(*pairs, keys)["top1_of_32"] == pytest.approx(share)
+
+
+def test_two_texts_have_one_key_only_where_they_are_the_same():
+    texts = torch.randint(0, 3, (5000, 6), generator=torch.Generator().manual_seed(0))
+    texts[:, 4:] = torch.where(texts[:, 4:] == 2, -100, texts[:, 4:])
+    keys = text_keys(texts)
+    assert len(keys.unique()) == len(texts.unique(dim=0))
+    _, number = texts.unique(dim=0, return_inverse=True)
+    assert all(len(keys[number == one].unique()) == 1 for one in range(20))
 
 
 # ------------------------------------------------------------------------- data
@@ -307,9 +339,51 @@ def assert_sentence_transformers_has_the_same_vectors(checkpoint) -> None:
         loaded.tokenizer.padding_side = side
         found = loaded.encode(TEXTS)
         np.testing.assert_allclose(found, trained_vectors(checkpoint), atol=1e-5)
+    if loaded[0].auto_model.config.model_type == "masked_mixer":
+        for texts in ([""], ["", "ba"], ["ba", ""]):
+            with pytest.raises(ValueError, match="a text has no token; allowed: 1 or more in each"):
+                loaded.encode(texts)
+
+
+REFUSED = {
+    "train.batch_size=1": "train.batch_size = 1 with .* in one process.*; allowed: 2 or more",
+    "data.source=copy": "a task has no pairs of texts; allowed: builtin, text, jsonl, parquet, hub",
+    "data.source=recall": "data.source = 'recall'",
+    "data.source=needle": "data.source = 'needle'",
+    "data.pair_field=summary": "data.pair_field = 'summary' is data.text_field too",
+}
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED.items(), ids=REFUSED)
+def test_training_that_cannot_learn_is_refused(pairs_config, given, said):
+    with pytest.raises(UserError, match=f"1 problem.*\n.*{said}"):
+        load_config(str(pairs_config), [*CONTRASTIVE, given])
+
+
+@pytest.mark.parametrize("fields", [("story", "summary"), ("summary", "story")], ids=str)
+def test_pairs_that_have_one_text_in_common_are_refused_and_two_are_learned(
+    pairs_config, tmp_path, capsys, fields
+):
+    def train_on(answers: list[str]) -> list[dict]:
+        rows = [{fields[0]: f"{a} {n}", fields[1]: a} for n, a in enumerate(answers * 600)]
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        own = [f"data.directory={tmp_path}/{len(answers)}", f"name={len(answers)}"]
+        train(load_config(str(pairs_config), [*CONTRASTIVE, *own, "train.steps=90"]))
+        return read_lines(tmp_path / "runs" / str(len(answers)))
+
+    side = "target" if fields[1] == "story" else "query"
+    with pytest.raises(UserError, match=f"the train split of .* has one {side} in .* pairs"):
+        train_on(["yes it is"])
+    lines = train_on(["yes it is", "no it is not"])
+    told = f"Next: python -m mixer.eval --checkpoint {tmp_path}/runs/2/best --pairs {tmp_path}/2\n"
+    assert capsys.readouterr().out.endswith(told)
+    assert lines[-1]["validation_loss"] < 0.1 and lines[-1]["top1_of_32"] > 0.9
 
 
 def test_two_processes_learn_what_one_does(pairs_config, launch, tmp_path):
+    """Also where two thirds of the targets are copies of one."""
+    rows = [row | {"story": "ba ."} if n % 3 else row for n, row in enumerate(made_pairs(1500))]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = ("--config", pairs_config, *CONTRASTIVE, "train.steps=12", "train.eval_every=6")
     launch(*command, "name=one").succeed()
     launch(*command, "name=two", "train.batch_size=16", processes=2).succeed()

@@ -2,10 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import run_python
 from runs import RECIPE, ROOT, read_lines, read_losses
 from texts import corpus
 from torch.nn.functional import cross_entropy
@@ -72,6 +74,9 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
         rf"12 steps of 256 tokens, {epochs}\nabout ([\d.]+) GB of memory, at least 0:00:0\d; a fr"
     )
     memory = float(re.search(words, output)[1])
+    told = output.splitlines()[-1].partition(f"{tmp_path}/runs/small is done. Next: python ")[2]
+    run_python(*told.split(), output=tmp_path / "next.txt")
+    assert "| small/step-" in (tmp_path / "next.txt").read_text()
     assert "tokens/s, 0:00:00 left" in output
     directory = tmp_path / "runs/small"
     lines = read_lines(directory)
@@ -97,11 +102,50 @@ def test_a_precision_the_device_lacks_is_refused(monkeypatch):
         check_precision(torch.device("cuda"), "bf16")
 
 
-def test_what_cannot_fit_into_memory_is_refused_before_the_first_step(write_config, tmp_path):
-    for changes in (["train.batch_size=1000000"], ["model.hidden_size=65536"]):
-        with pytest.raises(UserError, match=r"needs about [\d.]+ GB .*limit is [\d.]+\. To need"):
+ADVICE = ["batch_size", "recompute=block", "mixed_precision=bf16", "a smaller model"]
+
+
+def test_what_cannot_fit_into_memory_is_refused_with_what_is_not_done_already(
+    write_config, tmp_path
+):
+    for changes, done in (
+        (["train.batch_size=1000000"], []),
+        (["model.hidden_size=65536", "train.batch_size=1"], ["batch_size"]),
+        (["model.hidden_size=65536", "train.mixed_precision=bf16"], ["mixed_precision=bf16"]),
+        (["model.hidden_size=65536", "train.recompute=block"], ["recompute=block"]),
+    ):
+        with pytest.raises(UserError, match=r"needs about [\d.]+ GB .*limit is [\d.]+\.") as error:
             train(load_config(str(write_config()), changes))
+        advice = str(error.value).partition(" To need less: ")[2]
+        assert [words for words in ADVICE if words not in advice] == done
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_process_trains_several_runs_also_after_one_that_is_refused(write_config):
+    """As a notebook does."""
+    config = str(write_config())
+    for number, precision in enumerate(("no", "bf16", "no")):
+        run = load_config(config, ["train.steps=1", f"name={number}"])
+        run.train.mixed_precision = precision
+        with pytest.raises(UserError, match="needs about"):
+            train(replace(run, train=replace(run.train, batch_size=2**20)))
+        train(run)
+        assert (run.directory / "step-1").is_dir()
+
+
+def test_a_run_of_few_steps_needs_no_other_option_and_its_warm_up_is_cut(write_config, capsys):
+    run = load_config(str(write_config(optim={})), ["train.steps=4"])
+    train(run)
+    assert "optim.warmup_steps = 500 is cut to train.steps, 4\n" in capsys.readouterr().out
+    rates = [line["lr"] / run.optim.lr for line in read_lines(run.directory) if "lr" in line]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1])
+
+
+def test_a_run_that_evaluates_only_at_the_end_does_not_before_its_first_step(write_config):
+    run = load_config(str(write_config()), ["train.eval_every=0", "train.steps=3"])
+    train(run)
+    lines = read_lines(run.directory)
+    assert [line["step"] for line in lines if "validation_loss" in line] == [3]
 
 
 def test_kernels_without_a_gpu_are_refused_before_anything_is_written(write_config, tmp_path):

@@ -10,11 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mixer.ops.plain import last_rows, write_rows
 
 from .configuration import RECURRENT
 
+# What transformers calls a cache among a model's arguments and outputs: `cache` from 5.24 on.
+FIELDS = BaseModelOutputWithPast.__dataclass_fields__
+CACHE = "cache" if "cache" in FIELDS else "past_key_values"
 Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
 Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
 # Columns of a ring beside those that a token reads: so many tokens can be read at once, or dropped.
@@ -149,6 +153,11 @@ class MixingCache(Cache):
         self.length = self.longest = 0
         for kept in self.kept.values():
             kept.zero_()
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """What transformers asks of each layer: of linear ones, it would not cut the input."""
+        return [False]
 
     @property
     def is_croppable(self) -> bool:

@@ -1,167 +1,27 @@
-"""The options of a masked mixer, defined only here, also for a run's section `model` and checks;
-and the model's configuration as transformers saves and loads it.
+"""The configuration of a masked mixer as transformers saves and loads it, and the model's code
+beside a saved model.
 """
 
-import dataclasses
 import inspect
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedConfig
 
 from mixer.common.options import option, option_problems
-from mixer.ops.plain import BACKENDS, triangular_conv
+from mixer.ops.plain import triangular_conv
 
-# Mixing weights that are a recurrence, with a memory of constant size; see RecurrentConv.
-RECURRENT = ("rows", "columns", "mixed")
-# Options that need a mixer_key_size.
-OF_KEYS = (
-    "mixer_keyed_every",
-    "mixer_attention",
-    "mixer_key_norm",
-    "mixer_rotary",
-    "mixer_key_shift",
-)
-SIZE, SIZE_OR_0 = {"at_least": 1, "at_most": 2**16}, {"at_least": 0, "at_most": 2**16}
+from .model_options import NAMES, RECURRENT, ModelOptions, shape_problems
+
+__all__ = ["AUTO_MAP", "NAMES", "RECURRENT", "MaskedMixerConfig", "copy_code"]
+
 # Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
 AUTO_MAP = {
     "AutoConfig": "configuration.MaskedMixerConfig",
     "AutoModel": "modeling.MaskedMixerModel",
     "AutoModelForCausalLM": "modeling.MaskedMixerForCausalLM",
 }
-
-
-@dataclass
-class MixerOptions:
-    """The options of a masked mixer; the defaults are the flat mixer of arXiv 2409.01482."""
-
-    hidden_size: int = option(1024, "channels of the residual stream", **SIZE)
-    num_hidden_layers: int = option(16, "number of blocks", at_least=1, at_most=1000)
-    max_position_embeddings: int = option(512, "context length (tokens)", at_least=2, at_most=2**20)
-    intermediate_size: int | None = option(
-        None, "width of the MLP; null: 4 x hidden_size", at_least=1, at_most=2**20
-    )
-    num_mixer_heads: int = option(1, "groups of channels, each with its own mixing weight", **SIZE)
-    mixer_projections: bool = option(
-        True, "linear layers around the heads; false: none, and with keys, flat blocks have heads"
-    )
-    mixer_kernel_size: int = option(1, "taps of the convolution over the channels", **SIZE)
-    mixer_expansion: bool = option(False, "two triangular convolutions, a GELU between them")
-    mixer_gate: bool = option(
-        False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
-    )
-    mixer_key_size: int = option(
-        0, "keyed mixing: channels of a query or key in each head; 0: no keyed mixing", **SIZE_OR_0
-    )
-    mixer_keyed_every: int = option(
-        1, "with keys: keyed mixing in every n-th block, gated or flat in the others", at_least=1
-    )
-    mixer_attention: bool = option(False, "with keys: softmax attention instead of keyed mixing")
-    mixer_key_norm: bool = option(False, "with keys: RMS-normalize queries and keys in each head")
-    mixer_rotary: bool = option(False, "with keys: rotate queries and keys by position")
-    mixer_key_shift: bool = option(False, "with keys: add a learned share of the previous key")
-    suffix_match: int = option(
-        0,
-        "add an embedding of the token that followed the last time that the same tokens stood in "
-        "the context, up to so many; 0: none",
-        at_least=0,
-        at_most=16,
-    )
-    mixing_weight: str = option(
-        "full",
-        "full: a number per pair of positions; lags: per distance; rows, columns, mixed: recurrent",
-        choices=("full", "lags", *RECURRENT),
-    )
-    mixing_window: int = option(
-        0,
-        "with mixing_weight lags: so many of the last tokens are mixed, in blocks without keys; 0: "
-        "as many as the context has",
-        at_least=0,
-        at_most=2**20,
-    )
-    mixing_decay: bool = option(False, "with a recurrent mixing_weight: each head learns a decay")
-    mlp_first: bool = option(False, "put each block's MLP before its mixing")
-    mixing_init: str = option(
-        "reference",
-        "initial mixing weights: reference (random, like the author's), zero, or shift (copies the "
-        "token a fixed distance back; in keyed mixing, averages earlier tokens)",
-        choices=("reference", "zero", "shift"),
-    )
-    kaiming_init: bool = option(
-        False, "initial variance 2 / fan-in, biases 0, like the author's other mixers"
-    )
-    layer_norm_eps: float = option(1e-5, "epsilon of every LayerNorm", above=0)
-    tie_word_embeddings: bool = option(False, "use the embedding's weight in lm_head")
-    final_norm: bool = option(False, "apply a LayerNorm before lm_head")
-    linear_bias: bool = option(True, "whether linear layers have biases; lm_head never does")
-    hidden_act: str = option(
-        "gelu", "the MLP's nonlinearity; relu2: ReLU squared", choices=("gelu", "relu2", "silu")
-    )
-    mixing_backend: str = option(
-        "auto",
-        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run. On GPUs other than "
-        "H100 and H200, training with auto first times both and keeps the faster",
-        choices=BACKENDS,
-    )
-
-
-@dataclass
-class ModelOptions(MixerOptions):
-    """MixerOptions and the vocabulary's size, which a run takes from its tokenizer."""
-
-    vocab_size: int = option(8000, "number of token ids", at_least=1, at_most=2**24)
-
-
-NAMES = tuple(item.name for item in dataclasses.fields(ModelOptions))
-
-
-def shape_problems(options: MixerOptions) -> list[str]:
-    """One line for each rule broken by options that are allowed alone, but not together."""
-    heads, taps, keys = options.num_mixer_heads, options.mixer_kernel_size, options.mixer_key_size
-    gate, every, form = options.mixer_gate, options.mixer_keyed_every, options.mixing_weight
-    expansion, decay, window = options.mixer_expansion, options.mixing_decay, options.mixing_window
-    in_all = keys and every == 1  # keyed mixing in all blocks
-    recurrent, shift = form in RECURRENT, options.mixing_init == "shift"
-    of_keys = " ".join(n for n in OF_KEYS if getattr(options, n) != getattr(MixerOptions, n))
-    # The options, what is allowed of them, and whether a model breaks the rule.
-    rules = {
-        "num_mixer_heads hidden_size: heads that divide the size": options.hidden_size % heads,
-        "mixer_expansion mixer_gate mixer_key_size: expansion alone": expansion and (gate or keys),
-        "mixer_gate mixer_key_size mixer_keyed_every: mixer_keyed_every above 1": gate and in_all,
-        "mixer_projections mixer_gate mixer_key_size: true with gate, or keys in all blocks": (
-            (gate or in_all) and not options.mixer_projections
-        ),
-        f"{of_keys}: with a mixer_key_size, such as 64": of_keys and not keys,
-        "mixer_key_size mixer_kernel_size: kernel size 1 with keys": keys and taps > 1,
-        "mixer_keyed_every num_hidden_layers: at most the number of blocks": (
-            keys and every > options.num_hidden_layers
-        ),
-        "mixer_rotary mixer_key_size: an even size": options.mixer_rotary and keys % 2,
-        "mixing_weight mixer_key_size: full or lags with keys": recurrent and keys,
-        "mixing_weight mixer_kernel_size: full or lags with several taps": recurrent and taps > 1,
-        "mixing_weight suffix_match: full or lags with suffix_match": recurrent
-        and options.suffix_match,
-        "mixing_weight mixing_init: reference or zero with a recurrence": recurrent and shift,
-        "mixing_init mixing_weight mixer_key_size: shift with lags and keys": (
-            keys and form == "lags" and not shift
-        ),
-        "mixing_window mixing_weight: a window with lags": window and form != "lags",
-        "mixing_window max_position_embeddings: a window of at most the context": (
-            window > options.max_position_embeddings
-        ),
-        "mixing_window mixer_key_size mixer_keyed_every: a window with blocks without keys": (
-            window and in_all
-        ),
-        f"mixing_decay mixing_weight: decay with {', '.join(RECURRENT)}": decay and not recurrent,
-        "mixing_weight num_mixer_heads: 2 heads or more": form == "mixed" and heads < 2,
-    }
-    broken = [rule.split(": ") for rule, is_broken in rules.items() if is_broken]
-    return [
-        f"{' and '.join(f'{n} = {getattr(options, n)!r}' for n in names.split())}; allowed: {right}"
-        for names, right in broken
-    ]
 
 
 class MaskedMixerConfig(PreTrainedConfig):

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .cache import MixingCache
+from .cache import CACHE, MixingCache
 from .configuration import MaskedMixerConfig
 
 # With label smoothing, the Trainer shifts the labels by one token only for the models in this
@@ -24,9 +24,9 @@ class InTransformersLoops(GenerationMixin):
     """
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             static = generation_config.cache_implementation == "static"
-            model_kwargs["past_key_values"] = MixingCache(self.config, static)
+            model_kwargs[CACHE] = MixingCache(self.config, static)
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 

@@ -20,14 +20,14 @@ from .convolution import KeyedConv, KeyedLagConv, LagConv, RecurrentConv, Triang
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
 
-class Linear(nn.Linear):
-    """One nn.Linear, or several with the same input, whose outputs are concatenated. `parts` has
-    the out_features of each, for optimizers of whole matrices.
+def linear(in_features: int, *parts: int, bias: bool = True) -> nn.Linear:
+    """One linear layer, or several with the same input, whose outputs are concatenated. `parts` has
+    the out_features of each, for optimizers of whole matrices. No class of its own: quantizing and
+    other tools replace layers of the very type nn.Linear.
     """
-
-    def __init__(self, in_features: int, *parts: int, bias: bool = True):
-        super().__init__(in_features, sum(parts), bias)
-        self.parts = parts
+    layer = nn.Linear(in_features, sum(parts), bias)
+    layer.parts = parts
+    return layer
 
 
 def convolution(config: MaskedMixerConfig, heads: int | None = None) -> TriangularConv:
@@ -52,11 +52,11 @@ class Flat(nn.Module):
         size, bias = config.hidden_size, config.linear_bias
         self.projects = heads > 1 and config.mixer_projections
         if self.projects:
-            self.in_proj = Linear(size, size, bias=bias)
+            self.in_proj = linear(size, size, bias=bias)
         self.conv = convolution(config, heads)
         self.second_conv = convolution(config, heads) if config.mixer_expansion else None
         if self.projects:
-            self.out_proj = Linear(size, size, bias=bias)
+            self.out_proj = linear(size, size, bias=bias)
 
     def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
         if self.projects:
@@ -79,9 +79,9 @@ class Gated(nn.Module):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         parts = [config.hidden_size] * 3
-        self.in_proj = Linear(config.hidden_size, *parts, bias=config.linear_bias)
+        self.in_proj = linear(config.hidden_size, *parts, bias=config.linear_bias)
         self.conv = convolution(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
+        self.out_proj = linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
     def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
         query, key, value = self.in_proj(x).chunk(3, dim=-1)
@@ -103,14 +103,14 @@ class Keyed(nn.Module):
         super().__init__()
         keys = config.num_mixer_heads * config.mixer_key_size
         self.parts = [keys, keys, config.hidden_size]
-        self.in_proj = Linear(config.hidden_size, *self.parts, bias=config.linear_bias)
+        self.in_proj = linear(config.hidden_size, *self.parts, bias=config.linear_bias)
         self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
         self.query_key = Turn(keys if self.norm else 0)
         # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
         by_lag = config.mixing_weight == "lags"
         kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
         self.keyed_conv = kind(config)
-        self.out_proj = Linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
+        self.out_proj = linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
         self.key_share = nn.Parameter(torch.zeros(keys)) if config.mixer_key_shift else None
 
     def forward(

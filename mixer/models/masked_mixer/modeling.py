@@ -20,11 +20,13 @@ from transformers.utils import can_return_tuple
 
 from mixer.ops.plain import in_autocast_dtype
 
-from .cache import MixingCache
+from .cache import CACHE, MixingCache
 from .configuration import RECURRENT, MaskedMixerConfig
 from .loops import InTransformersLoops
-from .mixing import Keyed, Linear, gelu, mixing_class, relu2, rotations
+from .mixing import Keyed, gelu, linear, mixing_class, relu2, rotations
 from .suffix import SuffixMatch
+
+NO_TOKEN = "a text has no token; allowed: 1 or more in each"
 
 
 class MLP(nn.Module):
@@ -36,8 +38,8 @@ class MLP(nn.Module):
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.up_proj = Linear(hidden, wide, bias=bias)
-        self.down_proj = Linear(wide, hidden, bias=bias)
+        self.up_proj = linear(hidden, wide, bias=bias)
+        self.down_proj = linear(wide, hidden, bias=bias)
         self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,17 +165,19 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         past_key_values: MixingCache | None = None,
         use_cache: bool = False,
         output_hidden_states: bool | None = None,
+        cache: MixingCache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """For arguments and errors, see MaskedMixerForCausalLM.forward."""
-        self._check(input_ids, attention_mask, past_key_values, kwargs)
+        past = past_key_values if cache is None else cache
+        self._check(input_ids, attention_mask, past, kwargs)
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
             use_cache = False  # a block that is computed again would write to it twice
-        if use_cache and past_key_values is None:
-            past_key_values = MixingCache(self.config)
+        if use_cache and past is None:
+            past = MixingCache(self.config)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        past, states = past_key_values, [] if output_hidden_states else None
+        states = [] if output_hidden_states else None
         places = Places(attention_mask, input_ids.shape[1])
         input_ids = places.gather(input_ids)
         if past is None:
@@ -226,7 +230,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         past = cache.length if cache is not None else 0
         longest = longest if cache is None else min(longest, cache.longest_text)
         if new == 0:
-            raise ValueError("input_ids has no token; allowed: 1 or more")
+            raise ValueError(NO_TOKEN)
         if past + new > longest:
             before = f" and the cache {past}" if past else ""
             raise ValueError(
@@ -243,6 +247,10 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
             raise ValueError(f"attention_mask has shape {shape}; allowed: {(batch, past + new)}")
+        # Beside others, a text without tokens would get zeros, which look like a result.
+        if attention_mask is not None and past == 0 and not torch.compiler.is_compiling():
+            if not attention_mask.bool().any(1).all():
+                raise ValueError(NO_TOKEN)
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
@@ -279,7 +287,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
             labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
                 tokens that are not scored. The first token of a text and padding are never scored.
             logits_to_keep: the number of last tokens, or the positions; 0: all.
-            past_key_values: the cache that an earlier call returned; it is changed in place.
+            past_key_values, or cache: what an earlier call returned; it is changed in place.
             use_cache: return a cache. While training with gradient checkpointing there is none.
             output_hidden_states: return the embedding and the output of each block, the last one
                 after the final norm, (batch, tokens, hidden_size) each.
@@ -299,7 +307,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
         return CausalLMOutputWithPast(
-            loss, logits, output.past_key_values, hidden_states=output.hidden_states
+            loss, logits, output.get(CACHE), hidden_states=output.hidden_states
         )
 
     def flops_per_token(self) -> dict[str, float]:

@@ -1,0 +1,59 @@
+"""Printing where the reader may go, as a terminal that is closed, or `tee` at Ctrl-C; and how
+quantities are printed.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Such as "1 step" or "1,000 steps"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+class LastingStream:
+    """A text stream that outlives its reader: what is printed once that has gone is dropped,
+    whatever the system calls the error. None, where the shell has closed it, has no reader.
+    """
+
+    def __init__(self, stream: TextIO | None):
+        self.stream = stream or open(os.devnull, "w")
+
+    def write(self, text: str) -> int:
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try("flush")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _try(self, name: str, *arguments: str) -> None:
+        try:
+            getattr(self.stream, name)(*arguments)
+        except UnicodeError:
+            raise
+        except (OSError, ValueError):  # ValueError, where Python has closed the file
+            self.stream = open(os.devnull, "w")
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, no print, warning, log line or progress bar fails because its reader has gone; nor do
+    the flushes at the end of the process, which would change its exit status.
+    """
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    lasting = {name: LastingStream(stream) for name, stream in before.items()}
+    for name, stream in lasting.items():
+        setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        for name, stream in lasting.items():
+            stream.flush()  # finds a reader that has gone after the last line
+            if getattr(sys, name) is stream:
+                setattr(sys, name, stream.stream)

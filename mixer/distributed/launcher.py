@@ -1,0 +1,59 @@
+"""What a launcher has started this process for. Importing this takes no time."""
+
+import ctypes
+import os
+import signal
+import sys
+
+from mixer.common.errors import UserError, is_launched, oddity
+
+# Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
+ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
+# As accelerate reads its flags.
+TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
+
+
+def follow_launcher() -> None:
+    """Has this process receive SIGTERM when its launcher ends, because accelerate passes no signal
+    on. Raises UserError for a launch that cannot train.
+    """
+    if problem := oddity() or _problem_of_accelerate():
+        raise UserError(problem)
+    if ACCELERATE in os.environ or (is_launched() and TORCHRUN in os.environ):
+        launcher = os.getppid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != launcher:  # it has already ended
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _problem_of_accelerate() -> str:
+    """What accelerate's variables ask for and this trainer cannot do; "" if it can."""
+    on = set()
+    for name in os.environ:
+        if name.startswith(("ACCELERATE_USE_", "FSDP_OFFLOAD_")):
+            value = os.environ[name].lower()
+            if value not in TRUE + FALSE:
+                return f"{name} = {os.environ[name]!r}; allowed: true, false"
+            on |= {name} if value in TRUE else set()
+    engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+    refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
+    if "ACCELERATE_USE_FSDP" in on:
+        version = os.environ.get("FSDP_VERSION", "1")
+        refused += [f"fsdp_version: {version}"] if version != "2" else []
+        # The optimizer's steps could not be skipped there.
+        refused += ["fsdp_offload_params: true"] if "FSDP_OFFLOAD_PARAMS" in on else []
+    if refused:
+        return (
+            f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "
+            "offloading, as in configs/accelerate/1x8_fsdp.yaml"
+        )
+    # On a CPU accelerate starts one process, which would train on a part of the batch. Where it
+    # does not set MASTER_ADDR, a pod may, which sets WORLD_SIZE too.
+    several = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if ACCELERATE in os.environ and several and not is_launched():
+        return (
+            "accelerate launch was asked for several processes but started one; allowed: "
+            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ..."
+        )
+    return ""
