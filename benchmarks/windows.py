@@ -151,7 +151,7 @@ def table(result: dict) -> str:
                 markdown(head, rows),
                 f"A step at {STEP.tokens} tokens, hidden size {STEP.hidden}, {STEP.layers} blocks, "
                 f"{STEP.batch * STEP.tokens:,} tokens: all lags {lags:.1f} ms, "
-                f"{FORMS['window'].what} {window:.1f} ms, {window / lags:.3f} of it.",
+                f"a window of {FORMS['window'].window} {window:.1f} ms, {window / lags:.3f} of it.",
                 "Generation, one text, hidden size 512, 16 blocks, context 512, static cache:",
                 markdown(["", *titles], generated),
                 f"Measured on {origin(result)}.",
