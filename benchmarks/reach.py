@@ -66,7 +66,7 @@ def draw(losses: dict[str, dict[int, list[float]]], picture: Path) -> None:
             axes.plot([window] * len(seeds), seeds, ".", color="#777777", zorder=0)
         log_axis(axes.xaxis)
         axes.set(title=form, xlabel="window (tokens)")
-    panels[0].set_ylabel("validation loss (nats)")
+    panels[0].set_ylabel("validation loss (nats; dots: seeds)")
     figure.savefig(picture)
 
 
