@@ -149,7 +149,8 @@ def test_training_documents_that_are_copies_of_validation_documents_are_counted(
         config = dataclasses.replace(config, validation_path=other.path)
     prepare(config, said.append)
     count = {"documents": 3, "path": 4}[way]  # two of them stand in the training text twice
-    assert [line.split()[0] for line in said if "among the validation documents too" in line] == [str(count)]
+    lines = [line for line in said if "among the validation documents too" in line]
+    assert [line.split()[0] for line in lines] == [str(count)]
 
 
 def test_a_vocabulary_beyond_16_bits_is_written_as_uint32(tmp_path):
