@@ -174,9 +174,9 @@ class Corpus:
             problem = f"{common[0]} belongs to both data.path and data.validation_path"
             raise UserError(f"{problem}: name different files in one of them")
         self.is_one = False  # document, of which the end is held out
-        both = self.documents()
-        first, document = next(both)
-        if all(split == first for split, _ in both):
+        everything = self.documents()
+        first, document = next(everything)
+        if all(split == first for split, _ in everything):
             text = config.path or f"the text of data.source={config.source}"
             if first == "validation":
                 held = f"data.validation_documents = {config.validation_documents}"
