@@ -1,5 +1,6 @@
 """The training loop: steps, metrics, evaluations and checkpoints, to the last step or a signal."""
 
+import gc
 import math
 import shlex
 from collections.abc import Iterator
@@ -57,7 +58,9 @@ def train(run: RunConfig) -> PreTrainedModel:
         check_optimizer(run.optim, world.is_sharded)
         check_backend(run, world.device)
         with run_locked(run.directory) if world.is_main else nullcontext():
-            model = Trainer(run, world).train()
+            trainer = Trainer(run, world)
+            with manual_garbage_collection():
+                model = trainer.train()
     accelerator.end_training()
     return model
 
@@ -180,6 +183,8 @@ class Trainer:
                 self.world.say(line)
             if evaluating:
                 self.evaluate()
+            if saving or evaluating:
+                gc.collect()  # see manual_garbage_collection
         return stopping and not done
 
     def settle(self) -> None:
@@ -252,6 +257,30 @@ def closing(run: RunConfig, step: int, stopped: bool) -> str:
 def is_due(every: int, step: int) -> bool:
     """Whether something is done after `step` that is done every so many steps, or never for 0."""
     return every > 0 and step % every == 0
+
+
+@contextmanager
+def manual_garbage_collection() -> Iterator[None]:
+    """Python collects garbage inside only where the code asks for it, and leaves out the objects
+    that are there now, most of which live to the end.
+
+    On its own it would collect in the middle of a step: on one process, while all others wait for
+    its gradients. In the end everything is as before, also after an error: a notebook goes on with
+    the same process.
+    """
+    was_enabled = gc.isenabled()
+    freezes = gc.get_freeze_count() == 0  # else the caller has frozen objects, which stay so
+    gc.disable()
+    gc.collect()
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Training as a person starts it: real launches, on made and built-in data."""
 
+import gc
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from mixer.common.errors import UserError
 from mixer.common.hardware import check_precision
 from mixer.data.samples import SampleOrder, TokenFile
+from mixer.training import loop
 from mixer.training.config import load_config
 from mixer.training.loop import train
+from mixer.training.optim import learning_rate
 from mixer.training.start import needed_gb
 
 
@@ -131,6 +135,43 @@ def test_a_process_trains_several_runs_also_after_one_that_is_refused(write_conf
             train(replace(run, train=replace(run.train, batch_size=2**20)))
         train(run)
         assert (run.directory / "step-1").is_dir()
+
+
+@pytest.mark.parametrize("was_enabled", (True, False))
+@pytest.mark.parametrize("fails", (False, True))
+def test_garbage_is_collected_between_steps_alone_and_afterwards_as_before(
+    write_config, monkeypatch, was_enabled, fails
+):
+    """A collection during a step would make all other processes wait for this one."""
+    enabled, frozen, collections = [], [], []
+
+    def rate(config, step, steps):
+        enabled.append(gc.isenabled())
+        frozen.append(gc.get_freeze_count())
+        if fails and step == 7:
+            raise RuntimeError("a step has failed")
+        return learning_rate(config, step, steps)
+
+    def count(phase, info):
+        if phase == "start" and enabled:  # the first step has begun
+            collections.append(len(enabled))
+
+    monkeypatch.setattr(loop, "learning_rate", rate)
+    gc.callbacks.append(count)
+    if not was_enabled:
+        gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="failed") if fails else nullcontext():
+            train(load_config(str(write_config()), []))
+        restored, still_frozen = gc.isenabled(), gc.get_freeze_count()
+    finally:
+        gc.enable()
+        gc.callbacks.remove(count)
+    steps = 8 if fails else 12
+    assert enabled == [False] * steps and min(frozen) > 1000
+    # It saves every fourth step and evaluates every sixth; what comes later is no step.
+    assert [step for step in collections if step < steps] == ([4, 6] if fails else [4, 6, 8])
+    assert restored == was_enabled and still_frozen == 0
 
 
 def test_a_run_of_few_steps_needs_no_other_option_and_its_warm_up_is_cut(write_config, capsys):
