@@ -12,8 +12,17 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.checkpoint import FORMAT, STATE, local_part, optimizer_state, read_trainer
+from mixer.checkpoints.checkpoint import (
+    FORMAT,
+    STATE,
+    find_resume,
+    local_part,
+    optimizer_state,
+    read_trainer,
+    remove_partial,
+)
 from mixer.common.errors import Say, UserError, first_line
+from mixer.data.config import Manifest
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
@@ -28,10 +37,32 @@ FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
 FREE |= {"bos_token_id", "pad_token_id", "initializer_range"}
 
 
+def find_checkpoint(directory: Path, resume: str, world: World) -> Path | None:
+    """The checkpoint that a run continues from (`find_resume`), the same on all processes; None for
+    a fresh start. What a killed save left in the run's directory is deleted.
+    """
+    checkpoint = None
+    if world.is_main:
+        remove_partial(directory)
+        checkpoint = find_resume(directory, resume, world.say)
+    checkpoint = world.of_main(checkpoint)
+    begins_in = checkpoint or directory
+    world.require_shared(f"the directory {begins_in}", begins_in.is_dir())
+    return checkpoint
+
+
+def data_identity(manifest: Manifest, seed: int) -> dict[str, Any]:
+    """What identifies the data and the order of its samples."""
+    hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
+    settings = {f"data.{key}": value for key, value in manifest.settings.items()}
+    tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
+    return settings | {"seed": seed} | tokenizer | hashes
+
+
 def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
-    data: what identifies the data and its order. Raises UserError where the checkpoint's differ.
+    data: its `data_identity`. Raises UserError where the checkpoint's differ.
     """
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:

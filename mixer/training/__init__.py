@@ -2,7 +2,7 @@
 
 config        all settings of a run
 loop          the run; `Trainer.step` is one step
-start         what it starts with: model, optimizer, counters, and the record of its settings
+start         what it starts with: set-up, record of settings, estimate, banner
 passes        the model with its loss as one module; torch.compile, CUDA graphs, recomputation
 backend       which backends mix tokens where model.mixing_backend is auto
 optim         which optimizer trains which parameter, the learning rate, clipping, skipped steps

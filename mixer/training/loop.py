@@ -15,28 +15,22 @@ from transformers import PreTrainedModel
 from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
-from mixer.common.hardware import check_precision, memory_for
+from mixer.common.hardware import memory_for
 from mixer.common.terminal import lasting_output
-from mixer.data.prepare import open_data
+from mixer.data.prepare import Data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
-from mixer.training.backend import check_backend
-from mixer.training.config import RunConfig
+from mixer.training.config import RunConfig, TrainConfig
 from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
-from mixer.training.optim import (
-    Guard,
-    check_optimizer,
-    clip,
-    gradient_norm,
-    learning_rate,
-    set_learning_rate,
-)
+from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
 from mixer.training.passes import useful_flops
 from mixer.training.start import (
+    State,
     banner,
-    check_pairs,
+    check_run,
     less_memory,
     needed_gb,
+    open_run_data,
     save_config,
     start_state,
 )
@@ -54,59 +48,80 @@ def train(run: RunConfig) -> PreTrainedModel:
     accelerator = build_accelerator(run.train.mixed_precision)
     with advice_on_errors(run, accelerator):
         world = World(accelerator)
-        check_precision(world.device, run.train.mixed_precision)
-        check_optimizer(run.optim, world.is_sharded)
-        check_backend(run, world.device)
+        check_run(run, world)
+        torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
         with run_locked(run.directory) if world.is_main else nullcontext():
-            trainer = Trainer(run, world)
+            data = open_run_data(run, world)
+            memory_gb = needed_gb(run, data.manifest, world)
+            state = start_state(run, data, world)
+            metrics = start_metrics(run, state) if world.is_main else None
+            world.say(banner(run, state, len(data.training), memory_gb, world))
+            trainer = Trainer(run, data, state, metrics, world)
             with manual_garbage_collection():
                 model = trainer.train()
     accelerator.end_training()
     return model
 
 
+def start_metrics(run: RunConfig, state: State) -> Metrics:
+    """Writes config.yaml and goes on with metrics.jsonl; on the main process alone."""
+    step = state.counters.step
+    if step < run.train.steps:  # else it stays as it is
+        save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
+    return Metrics(run, step, evaluation_due(run.train, step), state.wandb_id)
+
+
 class Trainer:
-    """The training of a run, on one of its processes. `train` does all steps that are left."""
+    """The training of a run, on one of its processes. `train` does all steps that are left.
 
-    def __init__(self, run: RunConfig, world: World):
-        self.run, self.world, self.accelerator = run, world, world.accelerator
-        self.device, self.scaler = world.device, world.accelerator.scaler
-        torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-        # One process of each host prepares the data, while the others wait for its lock.
-        context = run.model.max_position_embeddings
-        self.data = data = open_data(run.data, context, run.is_contrastive, world.say)
-        world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
-        if run.is_contrastive:
-            check_pairs(data, run.data.directory)
-        memory = needed_gb(run, data.manifest, world)
-        self.state = state = start_state(run, data, world)
-        self.model, self.passes = state.model, state.passes
-        self.accelerated, self.counters = state.optimizer, state.counters
+    metrics: on the main process; None on the others.
+    """
+
+    def __init__(
+        self, run: RunConfig, data: Data, state: State, metrics: Metrics | None, world: World
+    ):
+        self.run = run
+        self.data = data
+        self.state = state
+        self.metrics = metrics
+        self.world = world
+        self.accelerator = world.accelerator
+        self.device = world.device
+        self.scaler = self.accelerator.scaler
+        self.model = state.model
+        self.passes = state.passes
+        self.accelerated = state.optimizer
         self.optimizer = self.accelerated.optimizer
+        self.counters = state.counters
         # A run that was killed between a save and its evaluation makes up for the evaluation.
-        self.owes_evaluation = self.evaluation_due(self.counters.step)
-        self.metrics = None
-        if world.is_main:
-            if self.counters.step < run.train.steps:  # else it stays as it is
-                save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
-            self.metrics = Metrics(run, self.counters.step, self.owes_evaluation, state.wandb_id)
-        samples = len(data.training)
-        world.say(banner(run, state, samples, memory, world))
-
-        train, checkpoint = run.train, run.checkpoint
-        order, pin = SampleOrder(samples, run.seed), self.device.type == "cuda"
-        sizes = train.gradient_accumulation_steps, train.batch_size
-        place, position = (world.rank, world.size), self.counters.samples
-        self.batches = Batches(data.training, order, sizes, place, position, pin)
+        self.owes_evaluation = evaluation_due(run.train, self.counters.step)
+        self.batches = Batches(
+            data.training,
+            SampleOrder(len(data.training), run.seed),
+            (run.train.gradient_accumulation_steps, run.train.batch_size),
+            (world.rank, world.size),
+            self.counters.samples,
+            self.device.type == "cuda",  # pinned memory
+        )
         # Of all processes: as many targets, but in padded rows; of pairs, the tokens of both texts.
         self.step_tokens = self.batches.step_samples * run.sample_tokens
-        keep, keep_every, tokenizer = checkpoint.keep, checkpoint.keep_every, data.tokenizer
         self.writer = CheckpointWriter(
-            run.directory, keep, keep_every, world, self.model, tokenizer, run.is_contrastive
+            run.directory,
+            run.checkpoint.keep,
+            run.checkpoint.keep_every,
+            world,
+            self.model,
+            data.tokenizer,
+            makes_vectors=run.is_contrastive,
         )
-        is_scaled, stops = self.scaler is not None, train.non_finite == "stop"
-        self.guard = Guard(self.optimizer, is_scaled, stops, self.device)
-        self.stop, self.timer = Stop(world), Timer(self.counters.tokens)
+        self.guard = Guard(
+            self.optimizer,
+            scaled=self.scaler is not None,
+            stop_at_first=run.train.non_finite == "stop",
+            device=self.device,
+        )
+        self.stop = Stop(world)
+        self.timer = Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Since the last line of metrics, of this process; the main one has those before a resume.
         # In float64 the sum is exact, so that its parts may be added in any order.
@@ -116,7 +131,8 @@ class Trainer:
 
     def train(self) -> PreTrainedModel:
         """All steps that are left, or those until a signal. Returns the model."""
-        counters, stopped = self.counters, False
+        counters = self.counters
+        stopped = False
         try:
             if self.metrics:  # a copied run may lack the link, by which the best one is spared
                 self.writer.link_best(self.metrics.validation_losses)
@@ -140,15 +156,16 @@ class Trainer:
 
     def step(self) -> None:
         """One optimizer step. Nothing in it waits for the device."""
-        run, counters = self.run, self.counters
+        run = self.run
+        counters = self.counters
         self.rate = learning_rate(run.optim, counters.step, run.train.steps)
         set_learning_rate(self.optimizer, self.rate)
         with self.timer.count("waiting"):
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
         if not (run.is_contrastive or self.data.training.packed):  # count all processes' targets
-            own_targets = sum((targets != -100).sum() for _, targets in micro_batches)
-            step_targets = self.world.sum(own_targets)
+            rank_targets = sum((targets != -100).sum() for _, targets in micro_batches)
+            step_targets = self.world.sum(rank_targets)
 
         # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
         # gradient of the mean over all target tokens of the step.
@@ -167,12 +184,14 @@ class Trainer:
 
     def between_steps(self) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""
-        run, counters = self.run, self.counters
-        done = counters.step == run.train.steps
-        stopping, evaluating = self.stop.agreed(), self.evaluation_due(counters.step)
-        saving = stopping or (done and run.checkpoint.save_last)
-        saving = saving or is_due(run.checkpoint.save_every, counters.step)
-        logging = is_due(run.logging.log_every, counters.step) or done
+        run = self.run
+        step = self.counters.step
+        done = step == run.train.steps
+        stopping = self.stop.agreed()
+        evaluating = evaluation_due(run.train, step)
+        saving_last = done and run.checkpoint.save_last
+        saving = stopping or saving_last or is_due(run.checkpoint.save_every, step)
+        logging = done or is_due(run.logging.log_every, step)
         line = self.log() if logging else ""
         if saving or evaluating:
             self.settle()  # outside of the pause: steps still queued on a GPU are training time
@@ -191,21 +210,27 @@ class Trainer:
         """Waits for the device and reads what it has counted. Raises UserError where gradients end
         the run.
         """
-        counters = self.counters
-        counters.tokens, self.uncounted = counters.tokens + int(self.uncounted), 0
-        counters.skipped_steps += self.guard.look(counters.step)
+        self.counters.tokens += int(self.uncounted)
+        self.uncounted = 0
+        self.counters.skipped_steps += self.guard.look(self.counters.step)
 
     def log(self) -> str:
         """Writes a line of metrics, and returns it for people."""
         self.settle()
-        counters, scaler = self.counters, self.scaler
+        counters = self.counters
         loss = float(self.world.sum(self.nats)) / (counters.tokens - counters.logged_tokens)
         counters.logged_tokens = counters.tokens
         self.nats.zero_()
-        line = {"step": counters.step, "tokens": counters.tokens, "loss": loss, "lr": self.rate}
-        line |= {"grad_norm": float(self.norm), "skipped_steps": counters.skipped_steps}
-        if scaler is not None:
-            line["loss_scale"] = scaler.get_scale()
+        line = {
+            "step": counters.step,
+            "tokens": counters.tokens,
+            "loss": loss,
+            "lr": self.rate,
+            "grad_norm": float(self.norm),
+            "skipped_steps": counters.skipped_steps,
+        }
+        if self.scaler is not None:
+            line["loss_scale"] = self.scaler.get_scale()
         flops = useful_flops(self.model, self.run)
         precision = self.run.train.mixed_precision
         line |= self.timer.window(counters.tokens, flops, self.world, precision)
@@ -221,15 +246,12 @@ class Trainer:
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
         self.writer.save(self.optimizer, trainer)
 
-    def evaluation_due(self, step: int) -> bool:
-        return step == self.run.train.steps or is_due(self.run.train.eval_every, step)
-
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
-        train, step = self.run.train, self.counters.step
-        found, said = validate(self.passes.parallel, self.data, self.run, self.world)
-        loss = found["validation_loss"]
-        if step == train.steps and not math.isfinite(loss):
+        step = self.counters.step
+        scores, summary = validate(self.passes.parallel, self.data, self.run, self.world)
+        loss = scores["validation_loss"]
+        if step == self.run.train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
             raise NotFinite(
                 f"after the last step the validation loss is not finite: {loss} "
@@ -237,21 +259,27 @@ class Trainer:
                 "optim.warmup_steps, and give the run another name"
             )
         if self.metrics:
-            self.metrics.write({"step": step, "tokens": self.counters.tokens} | found)
+            self.metrics.write({"step": step, "tokens": self.counters.tokens} | scores)
             self.writer.link_best(self.metrics.validation_losses)
-        self.world.say(f"step {step}: validation loss {loss:.4f}, {said}")
+        self.world.say(f"step {step}: validation loss {loss:.4f}, {summary}")
 
 
 def closing(run: RunConfig, step: int, stopped: bool) -> str:
     """A run's last line: what there is, and what can be done with it."""
     if stopped:
         return f"stopped by a signal after step {step}. The same command continues from there"
-    saved = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
-    use = ["mixer.report", str(run.directory)]
-    if checkpoint := next((path for path in saved if path.is_dir()), None):
-        use = ["mixer.eval", "--checkpoint", str(checkpoint)]
-        use += ["--pairs", run.data.directory] * run.is_contrastive
-    return f"{run.directory} is done. Next: {shlex.join(['python', '-m', *use])}"
+    candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
+    checkpoints = [path for path in candidates if path.is_dir()]
+    if checkpoints:
+        command = ["python", "-m", "mixer.eval", "--checkpoint", str(checkpoints[0])]
+        command += ["--pairs", run.data.directory] * run.is_contrastive
+    else:
+        command = ["python", "-m", "mixer.report", str(run.directory)]
+    return f"{run.directory} is done. Next: {shlex.join(command)}"
+
+
+def evaluation_due(train: TrainConfig, step: int) -> bool:
+    return step == train.steps or is_due(train.eval_every, step)
 
 
 def is_due(every: int, step: int) -> bool:
@@ -288,12 +316,13 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
     several processes any error ends this one.
     """
-    sizes = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-    listed = [f"model.{name} = {getattr(run.model, name)}" for name in sizes]
-    listed = ", ".join([f"train.batch_size = {run.train.batch_size}", *listed])
+    names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    sizes = [f"train.batch_size = {run.train.batch_size}"]
+    sizes += [f"model.{name} = {getattr(run.model, name)}" for name in names]
     try:
-        device, what = accelerator.device, f"training {run.directory}"
-        with memory_for(device, what, listed, less_memory(run, device)):
+        device = accelerator.device
+        remedy = less_memory(run, device)
+        with memory_for(device, f"training {run.directory}", ", ".join(sizes), remedy):
             yield
     except BaseException as error:
         if isinstance(error, OSError):
