@@ -64,8 +64,11 @@ LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
 MODULES = "modules.json"
 # Of trainer.json, which commands read beyond the numbers that each needs.
-OF_TRAINER = {"settings": {"data": {str: object}, str: object}, "earlier": {str: {str: object}}}
-OF_TRAINER |= {str: object}
+OF_TRAINER = {
+    "settings": {"data": {str: object}, str: object},
+    "earlier": {str: {str: object}},
+    str: object,
+}
 REMEDY = "copy the checkpoint again, or give another one"
 # Files that nothing loads, and that may be added to a checkpoint.
 UNREAD = re.compile(r"(.*/)?\..*|.*\.(md|pyc)")
@@ -108,26 +111,27 @@ def earlier_settings(earlier: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def damage(checkpoint: Path, whole: bool = True) -> str | None:
+def damage(checkpoint: Path, for_resume: bool = True) -> str | None:
     """What is wrong with a checkpoint: a file is missing, changed or added. None if it is intact.
-    whole: False leaves out what only a resume loads.
+    for_resume: False leaves out what only a resume loads.
     """
     if not checkpoint.is_dir():
         return "there is no such directory"
     try:
         listing = read_json(checkpoint / LISTING, REMEDY)
-        for name, known in listing.items():
-            is_read = whole or name == TRAINER or not name.startswith(f"{STATE}/")
-            if is_read and not has_sha256(checkpoint / name, known["sha256"]):
+        for name, entry in listing.items():
+            is_read = for_resume or name == TRAINER or not name.startswith(f"{STATE}/")
+            if is_read and not has_sha256(checkpoint / name, entry["sha256"]):
                 return f"{name} is not what was written (its SHA-256 differs)"
     except UserError as error:
         return str(error)
     except (KeyError, TypeError, ValueError):
-        return f"{LISTING} is damaged: {name!r} is {known!r:.60}"
+        return f"{LISTING} is damaged: {name!r} is {entry!r:.60}"
     except OSError as error:
         return f"{name} cannot be read ({error})"
-    found = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
-    added = [name for name in found - {LISTING, *listing} if not UNREAD.fullmatch(name)]
+    files = [path for path in checkpoint.rglob("*") if path.is_file()]
+    names = {str(file.relative_to(checkpoint)) for file in files}
+    added = [name for name in names - {LISTING, *listing} if not UNREAD.fullmatch(name)]
     return f"{min(added)} was added, which may change what is loaded" if added else None
 
 
@@ -137,7 +141,8 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
 
     Raises UserError if the run has newer checkpoints than the named one, and if none can be used.
     """
-    candidates, named = all_checkpoints(directory)[::-1], as_path(resume)  # the newest first
+    candidates = all_checkpoints(directory)[::-1]  # the newest first
+    named = as_path(resume)
     if resume != "auto" and candidates and named.resolve().parent != directory.resolve():
         say(f"{directory} has checkpoints of its own: continuing from these, not from {resume}")
     elif resume != "auto":
@@ -183,8 +188,11 @@ def prune(directory: Path, last: int, keep: int, keep_every: int) -> None:
     and the best one. Later ones, which a resume has passed over, stay.
     """
     best = (directory / "best").resolve()
-    for path in [path for path in all_checkpoints(directory) if step_of(path) <= last][:-keep]:
-        if path.resolve() != best and not (keep_every and step_of(path) % keep_every == 0):
+    saved = [path for path in all_checkpoints(directory) if step_of(path) <= last]
+    for path in saved[:-keep]:
+        is_best = path.resolve() == best
+        is_spared = keep_every > 0 and step_of(path) % keep_every == 0
+        if not is_best and not is_spared:
             _remove(path)
 
 
@@ -196,12 +204,16 @@ def link_best(
 
     validation_losses: by step; None or NaN where the loss was not finite.
     """
-    found = {path.name: validation_losses.get(step_of(path)) for path in all_checkpoints(directory)}
-    scored = {name: loss for name, loss in found.items() if loss is not None and isfinite(loss)}
-    if not scored:
+    losses = {}
+    for path in all_checkpoints(directory):
+        loss = validation_losses.get(step_of(path))
+        if loss is not None and isfinite(loss):
+            losses[path.name] = loss
+    if not losses:
         return
-    best = min(scored, key=scored.get)
-    link, partial = directory / "best", directory / "best.partial"
+    best = min(losses, key=losses.get)
+    link = directory / "best"
+    partial = directory / "best.partial"
     remove(partial)
     otherwise = f"there is no {link}, and {best} is kept no longer than the others"
     if if_supported(otherwise, os.symlink, best, partial):
@@ -250,8 +262,12 @@ class CheckpointWriter:
         tokenizer: PreTrainedTokenizerBase,
         makes_vectors: bool = False,
     ):
-        self.directory, self.keep, self.keep_every = directory, keep, keep_every
-        self.world, self.model, self.tokenizer = world, model, tokenizer
+        self.directory = directory
+        self.keep = keep
+        self.keep_every = keep_every
+        self.world = world
+        self.model = model
+        self.tokenizer = tokenizer
         self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
         self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -262,16 +278,17 @@ class CheckpointWriter:
         together. Raises NotFinite, and writes nothing, if weights or optimizer state are not.
         """
         self.wait()  # until the last checkpoint is written
-        held = saved_weights(self.model) | optimizer_state(self.model, optimizer)
-        found = not_finite({name: local_part(tensor) for name, tensor in held.items()})
-        if names := [name for of_process in self.world.gather(found) for name in of_process]:
+        state = saved_weights(self.model) | optimizer_state(self.model, optimizer)
+        faulty = not_finite({name: local_part(tensor) for name, tensor in state.items()})
+        names = list(itertools.chain.from_iterable(self.world.gather(faulty)))
+        if names:
             raise NotFinite(
                 f"after step {trainer['step']} the weights or the optimizer's state are not finite "
                 f"({', '.join(names[:3])}...), so they are not saved. Lower optim.lr "
                 "or raise optim.warmup_steps and run the same command again: it resumes from the "
                 "last checkpoint"
             )
-        self._copy(held)
+        self._copy(state)
         self._submit(self._write, {"format": FORMAT} | trainer)
 
     def link_best(self, validation_losses: dict[int, float]) -> None:
@@ -300,12 +317,12 @@ class CheckpointWriter:
             self.jobs.append(self.thread.submit(job, *arguments))
 
     @torch.no_grad()
-    def _copy(self, held: dict[str, Tensor]) -> None:
+    def _copy(self, state: dict[str, Tensor]) -> None:
         """Copies the state to the host's memory. All processes gather shards together, one tensor
         at a time: the state need not fit on one device.
         """
         on_gpu = self.world.device.type == "cuda"
-        for name, tensor in held.items():
+        for name, tensor in state.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if not self.world.is_main:
                 continue
@@ -343,8 +360,9 @@ class CheckpointWriter:
         config.dtype = torch.float32
         if isinstance(config, MaskedMixerConfig):
             config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without
-        for part in (config, self.model.generation_config, self.tokenizer):
-            part.save_pretrained(directory)
+        config.save_pretrained(directory)
+        self.model.generation_config.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
         weights = {name: copy for name, copy in self.copies.items() if "/" not in name}
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         if self.makes_vectors:
@@ -355,14 +373,22 @@ def write_modules(directory: Path, hidden_size: int) -> None:
     """Writes what sentence-transformers reads beside a model to make the vectors of `text_vectors`,
     the state of a text's last token, divided by its norm.
     """
-    parts = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    classes = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [
-        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for n, (path, kind) in enumerate(parts.items())
+        {
+            "idx": index,
+            "name": str(index),
+            "path": path,
+            "type": f"sentence_transformers.models.{class_name}",
+        }
+        for index, (path, class_name) in enumerate(classes.items())
     ]
     (directory / MODULES).write_text(json.dumps(modules, indent=1))
-    pooling = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
-    pooling["word_embedding_dimension"] = hidden_size
+    pooling = {
+        "pooling_mode_lasttoken": True,
+        "pooling_mode_mean_tokens": False,
+        "word_embedding_dimension": hidden_size,
+    }
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling/config.json").write_text(json.dumps(pooling, indent=1))
 

@@ -37,33 +37,26 @@ def settled(checkpoint: str | Path) -> Path:
     return as_path(os.path.realpath(checkpoint)) if checkpoint.is_symlink() else checkpoint
 
 
-def refused(checkpoint: Path, problem: str, more: str = "") -> UserError:
-    return UserError(f"checkpoint {checkpoint} {problem}: {REMEDY}{more}")
+def refused(checkpoint: Path, problem: str, advice: str = "") -> UserError:
+    return UserError(f"checkpoint {checkpoint} {problem}: {REMEDY}{advice}")
 
 
 def check_checkpoint(directory: Path) -> None:
     """Raises UserError naming what a checkpoint directory lacks, or which of its files is cut short
     or not what training wrote. Loads nothing.
     """
-    config, weights = directory / "config.json", weight_files(directory)
-    if missing := [file.name for file in (config, *weights) if not file.is_file()]:
-        run = directory if directory.is_dir() else directory.parent
-        found = sorted(run.glob("step-*[0-9]/config.json"), key=os.path.getmtime)[-4:]
-        found = [str(file.parent) for file in (*run.glob("best/config.json"), *found)]
-        give = f"give {' or '.join(found) or 'RUN/best or RUN/step-N'}"
-        if directory.is_dir() and found:
-            raise UserError(f"{directory} is a run, not a checkpoint: {give}")
-        if not directory.is_dir():
-            nor = "" if run.is_dir() else f", nor {run}"
-            raise UserError(f"checkpoint {directory}: there is no such directory{nor}; {give}")
-        lacks = f"lacks {', '.join(missing)} (weights are read as safetensors, not pickled)"
-        raise refused(directory, lacks)
+    config = directory / "config.json"
+    files = [config, *weight_files(directory)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise _no_checkpoint(directory, missing)
     if re.fullmatch(r"step-\d+(\.old)?\.partial", directory.name):
         raise refused(directory, "was being written or deleted")
-    is_ours = (directory / STATE).is_dir()  # a model from elsewhere has none
-    if is_ours and (problem := damage(directory, whole=False)):
-        remedy = f"to edit a checkpoint, delete {STATE}/ from a copy"
-        raise refused(directory, f"is damaged: {problem}; {remedy}")
+    if (directory / STATE).is_dir():  # a model from elsewhere has none
+        problem = damage(directory, for_resume=False)
+        if problem is not None:
+            remedy = f"to edit a checkpoint, delete {STATE}/ from a copy"
+            raise refused(directory, f"is damaged: {problem}; {remedy}")
     if (directory / "adapter_config.json").is_file():
         raise refused(directory, "has an adapter, adapter_config.json, which changes its weights")
     read_json(config, REMEDY)
@@ -75,11 +68,27 @@ def check_checkpoint(directory: Path) -> None:
             raise refused(directory, has)
 
 
+def _no_checkpoint(directory: Path, missing: list[str]) -> UserError:
+    """Of a directory that lacks files, with the checkpoints that are near it."""
+    run = directory if directory.is_dir() else directory.parent
+    newest = sorted(run.glob("step-*[0-9]/config.json"), key=os.path.getmtime)[-4:]
+    checkpoints = [str(file.parent) for file in (*run.glob("best/config.json"), *newest)]
+    advice = f"give {' or '.join(checkpoints) or 'RUN/best or RUN/step-N'}"
+    if not directory.is_dir():
+        nor = "" if run.is_dir() else f", nor {run}"
+        return UserError(f"checkpoint {directory}: there is no such directory{nor}; {advice}")
+    if checkpoints:
+        return UserError(f"{directory} is a run, not a checkpoint: {advice}")
+    lacks = f"lacks {', '.join(missing)} (weights are read as safetensors, not pickled)"
+    return refused(directory, lacks)
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The files that transformers reads: model.safetensors, or else the shards in the index."""
-    whole, index = (directory / f"model.safetensors{end}" for end in ("", ".index.json"))
-    if whole.is_file() or not index.is_file():
-        return [whole]
+    file = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    if file.is_file() or not index.is_file():
+        return [file]
     shards = read_json(index, REMEDY, required={"weight_map": dict})["weight_map"].values()
     return [directory / name for name in sorted(set(map(str, shards)))]
 
@@ -108,7 +117,8 @@ def load_checkpoint(
     causal language model. The tokenizer may have other ids than the model: see `check_token`.
     """
     check_checkpoint(directory)
-    config, tokenizer = load_model_config(directory), read_tokenizer(str(directory))
+    config = load_model_config(directory)
+    tokenizer = read_tokenizer(str(directory))
     if backend and isinstance(config, MaskedMixerConfig):
         config.mixing_backend = backend
     return load_model(directory, config).to(device).eval(), tokenizer
@@ -125,9 +135,10 @@ def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
 
 def load_model_config(directory: Path) -> PreTrainedConfig:
     """Raises UserError for a config.json that the installed transformers cannot use."""
-    how = {"trust_remote_code": False, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(str(directory), **how)
+        config = AutoConfig.from_pretrained(
+            str(directory), trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # transformers and the hub client each raise their own kinds
         problem = f"has a config.json that cannot be used ({first_line(error)}); allowed: a "
         problem += "masked mixer, or a causal language model that the installed transformers has"
@@ -139,16 +150,22 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
 
 
 def load_model(
-    directory: Path, config: PreTrainedConfig, kind: type = AutoModelForCausalLM
+    directory: Path, config: PreTrainedConfig, model_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The directory's model of this kind in fp32, on the CPU. Raises UserError if its weights
+    """The directory's model of this class in fp32, on the CPU. Raises UserError if its weights
     cannot be read, are incomplete, or are not finite floating-point numbers.
     """
     disable_progress_bar()
-    how = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-    how |= {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": True}
     try:
-        model, loading = kind.from_pretrained(str(directory), **how)
+        model, loading = model_class.from_pretrained(
+            str(directory),
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     except Exception as error:  # transformers and a model's own code each raise their own kinds
         if is_out_of_memory(error):
             raise
@@ -170,23 +187,23 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
         # Old versions may have saved what is not needed. Weights that differ from the model's in
         # the number of their layer alone are layers that config.json leaves out.
         number = re.compile(r"\.\d+(?=\.)")
-        known = {number.sub("", name) for name in model.state_dict()}
-        unknown = [name for name in unknown if number.sub("", name) in known]
+        numberless = {number.sub("", name) for name in model.state_dict()}
+        unknown = [name for name in unknown if number.sub("", name) in numberless]
     names = [f".{name}" for name, _ in model.named_parameters(remove_duplicate=False)]
     wrong = [
-        f"{saved} of type {kind}"
-        for saved, kind in weight_types(directory).items()
-        if not kind.startswith(("F", "BF"))  # buffers, such as masks, may be of others
+        f"{saved} of type {dtype}"
+        for saved, dtype in weight_types(directory).items()
+        if not dtype.startswith(("F", "BF"))  # buffers, such as masks, may be of others
         and any(name.endswith(f".{saved}") for name in names)
     ]
-    for found, problem in (
+    for weights, problem in (
         (sorted(loading["missing_keys"]), "lacks the weights"),
         (sorted(name for name, *_ in loading["mismatched_keys"]), "has another shape of"),
         (unknown, "has weights that its config.json has no place for,"),
         (wrong, "has weights that are not floating-point numbers,"),
     ):
-        if found:
-            raise refused(directory, f"{problem} {', '.join(found[:3])}...", advice)
+        if weights:
+            raise refused(directory, f"{problem} {', '.join(weights[:3])}...", advice)
 
 
 def write_new(
@@ -224,24 +241,24 @@ def check_finite(source: Path, model: PreTrainedModel, remedy: str = "") -> None
         raise UserError(f"{source} has weights that are not finite in {listed}...: {remedy}")
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, what: str) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: str) -> None:
     """Raises UserError unless the tokenizer can be the model's, which may have more ids (padding),
-    but not fewer. what: names the tokenizer.
+    but not fewer. name: what the tokenizer is called.
     """
     ids = vocabulary_size(tokenizer)
     if ids > vocab_size:
         raise UserError(
-            f"{what} has {ids} ids, the model {vocab_size}; allowed: as many in the model, or more:"
+            f"{name} has {ids} ids, the model {vocab_size}; allowed: as many in the model, or more:"
             " give the tokenizer that the model was trained with (for a run, the tokenizer/ folder "
             "of its data)"
         )
 
 
-def check_token(largest: int, model: PreTrainedModel, what: str) -> None:
-    """Raises UserError for a token that the model does not have. what: names the text."""
+def check_token(largest: int, model: PreTrainedModel, name: str) -> None:
+    """Raises UserError for a token that the model does not have. name: what the text is called."""
     ids = model.config.get_text_config().vocab_size
     if largest >= ids:
         raise UserError(
-            f"{what} has token {largest}, but the model's vocabulary ends at {ids - 1}: give "
+            f"{name} has token {largest}, but the model's vocabulary ends at {ids - 1}: give "
             "another text, or the tokenizer that the model was trained with"
         )

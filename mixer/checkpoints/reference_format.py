@@ -48,9 +48,12 @@ SHARED = (
     *("intermediate_size", "num_mixer_heads", "tie_word_embeddings", "mixing_weight"),
     *("mixing_init", "kaiming_init", "mixing_backend"),
 )
-EMBEDDING, BLOCKS, HEAD = "model.embed_tokens", "model.layers", "lm_head"
+EMBEDDING = "model.embed_tokens"
+BLOCKS = "model.layers"
+HEAD = "lm_head"
 PARALLEL = ".mixer_heads.weight"  # of all heads of a structured mixer, where they are one layer
-BEHIND_DROPOUT, WITHOUT_DROPOUT = "channel_mixing_layer.3.", "channel_mixing_layer.2."
+BEHIND_DROPOUT = "channel_mixing_layer.3."
+WITHOUT_DROPOUT = "channel_mixing_layer.2."
 EXPANDED = re.compile(r"token_mixing_layer\.(mixer_heads\.\d+\.)?3\.weight")
 Weights = Mapping[str, Tensor]
 
@@ -111,12 +114,13 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}
-            names = (opened.metadata() or {}).items()
+            aliases = opened.metadata() or {}  # tensors that are left out, and what they equal
     except (OSError, SafetensorError) as error:
         problem = "is a directory" if file.is_dir() else f"cannot be read ({error})"
         allowed = "a .safetensors file, or a checkpoint with --back or --mixing-weight"
         raise UserError(f"{file} {problem}; give {allowed}") from None
-    return {name: weights[other] for name, other in names if other in weights} | weights
+    copies = {name: weights[saved] for name, saved in aliases.items() if saved in weights}
+    return copies | weights
 
 
 @torch.no_grad()
@@ -201,45 +205,48 @@ def _pieces(
     tensors: Weights, config: MaskedMixerConfig, form: Format
 ) -> Iterator[tuple[str, Tensor]]:
     """Views of the model's tensors, under the author's names and with the author's axes."""
-    heads, module = config.num_mixer_heads, form.heads.partition(".")[0]
+    heads = config.num_mixer_heads
+    module = form.heads.partition(".")[0]
     alone = {"conv": "conv.0" if config.mixer_expansion else form.alone, "second_conv": "conv.2"}
     for name, tensor in tensors.items():
         for ours, theirs in form.names.items():
             name = name.replace(ours, theirs)
-        block, is_mixing, part = name.partition("mixing.")
-        layer, _, kind = part.partition(".")
+        block, is_mixing, suffix = name.partition("mixing.")
+        layer, _, parameter = suffix.partition(".")
         if not is_mixing:
             yield name, tensor
         elif layer == "out_proj":
-            yield f"{block}{module}.out_proj.{kind}", tensor
+            yield f"{block}{module}.out_proj.{parameter}", tensor
         elif layer == "in_proj":
             for head, piece in enumerate(tensor.chunk(heads)):
-                yield f"{block}{module}.proj_head.{head}.{kind}", piece
+                yield f"{block}{module}.proj_head.{head}.{parameter}", piece
         else:
             if tensor.dim() == 4:  # (heads, taps, out, in) -> (heads, out, in, taps)
                 tensor = tensor.permute(0, 2, 3, 1)
             elif tensor.dim() == 1:  # a number for each head, which is (1,) there
                 tensor = tensor[:, None]
             for head, piece in enumerate(tensor):
-                place = f"{form.heads}.{head}" if heads > 1 else alone[layer]
-                yield f"{block}{place}.{kind}", piece
+                conv = f"{form.heads}.{head}" if heads > 1 else alone[layer]
+                yield f"{block}{conv}.{parameter}", piece
 
 
 def _with_known_names(source: Weights) -> dict[str, Tensor]:
     """The state dict without prefixes of wrappers, and with heads under the name `mixerhead`."""
     wrappers = re.compile(r"^((model|module|_orig_mod)\.)+")
     heads = re.compile(r"\.conv\.(convs|proj_head|out_proj)\.")
-    known = {heads.sub(r".mixerhead.\1.", wrappers.sub("", key)): x for key, x in source.items()}
-    if len(known) < len(source):
+    renamed = {}
+    for key, tensor in source.items():
+        renamed[heads.sub(r".mixerhead.\1.", wrappers.sub("", key))] = tensor
+    if len(renamed) < len(source):
         raise UserError("the weights have keys that differ only by a leading model. or module.")
-    return known
+    return renamed
 
 
 def _with_both_embeddings(source: Weights, form: Format) -> dict[str, Tensor]:
     """The state dict with the tensor that a tied model has only once under both of its names."""
-    names = [f"{form.names[part]}.weight" for part in (EMBEDDING, HEAD)]
-    once = [source[name] for name in names if name in source]
-    return dict(source) if not once else {name: once[0] for name in names} | dict(source)
+    names = [f"{form.names[EMBEDDING]}.weight", f"{form.names[HEAD]}.weight"]
+    tensors = [source[name] for name in names if name in source]
+    return dict.fromkeys(names, tensors[0]) | dict(source) if tensors else dict(source)
 
 
 def _with_separate_heads(source: Weights) -> dict[str, Tensor]:
@@ -249,33 +256,37 @@ def _with_separate_heads(source: Weights) -> dict[str, Tensor]:
     names = {"in_proj": "proj_head", "mixer_heads": "mixer_heads"}
     separate = {}
     for key, tensor in source.items():
-        place, name, kind = ("", *key.rsplit(".", 2))[-3:]
-        if name not in names or f"{place}{PARALLEL}" not in source:
+        module, name, parameter = ("", *key.rsplit(".", 2))[-3:]
+        if name not in names or f"{module}{PARALLEL}" not in source:
             separate[key] = tensor
             continue
-        heads = len(source[f"{place}{PARALLEL}"])
-        pieces = [tensor[-1]] * heads if kind == "decay_value" else tensor.chunk(heads)
+        heads = len(source[f"{module}{PARALLEL}"])
+        pieces = [tensor[-1]] * heads if parameter == "decay_value" else tensor.chunk(heads)
         for head, piece in enumerate(pieces):
-            piece = piece.flatten() if kind == "bias" else piece
-            separate[f"{place}.{names[name]}.{head}.{kind}"] = piece
+            piece = piece.flatten() if parameter == "bias" else piece
+            separate[f"{module}.{names[name]}.{head}.{parameter}"] = piece
     return separate
 
 
 def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerConfig:
     """The sizes of the model, from the tensors of the first block. `_fill` checks the others."""
-    parts = (EMBEDDING, BLOCKS, HEAD, "mlp.up_proj")
-    embedding, blocks, lm_head, up_proj = (form.names[ours] for ours in parts)
-    block, convs = f"{blocks}.0.", f"{blocks}.0.{form.heads}."
-    heads = len({key.removeprefix(convs).split(".")[0] for key in source if key.startswith(convs)})
+    blocks = form.names[BLOCKS]
+    block = f"{blocks}.0."
+    convs = f"{block}{form.heads}."
+    in_convs = [key.removeprefix(convs) for key in source if key.startswith(convs)]
+    heads = len({key.partition(".")[0] for key in in_convs})
     is_expanded = f"{block}conv.0.weight" in source
     conv = f"{convs}0" if heads else f"{block}{'conv.0' if is_expanded else form.alone}"
     out_proj = f"{block}{form.heads.partition('.')[0]}.out_proj.weight"
+    up_proj = f"{block}{form.names['mlp.up_proj']}.weight"
+    embedding = f"{form.names[EMBEDDING]}.weight"
+    lm_head = f"{form.names[HEAD]}.weight"
     # Blocks without a gap: one behind it is an unknown key.
     numbers = {key.split(".")[1] for key in source if key.startswith(f"{blocks}.")}
     try:
-        vocabulary, hidden = source[f"{embedding}.weight"].shape
+        vocabulary, hidden = source[embedding].shape
         _, context, *taps = source[f"{conv}.weight"].shape
-        width, _ = source[f"{block}{up_proj}.weight"].shape
+        width, _ = source[up_proj].shape
         return MaskedMixerConfig(
             vocab_size=vocabulary,
             hidden_size=hidden,
@@ -288,7 +299,7 @@ def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerCon
             mixer_projections=not heads or form is LANGUAGE_MIXER or out_proj in source,
             mixing_weight=mixing or "full",
             mixing_decay=f"{conv}.decay_value" in source,
-            tie_word_embeddings=_are_equal(*(source[f"{n}.weight"] for n in (embedding, lm_head))),
+            tie_word_embeddings=_are_equal(source[embedding], source[lm_head]),
             **form.fixed,
         )
     except (KeyError, ValueError) as error:
@@ -298,8 +309,8 @@ def _config(source: Weights, form: Format, mixing: str | None) -> MaskedMixerCon
         ) from None
 
 
-def _are_equal(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.dtype == other.dtype and torch.equal(tensor, other)
+def _are_equal(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
 
 
 def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) -> None:
@@ -315,12 +326,14 @@ def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) ->
     for key, tensor in source.items():
         if tensor.dim() == 2 and key.removesuffix("weight") in layers:
             source[key] = tensor[..., None]
-    found, wanted = ({key: _kind(of[key]) for key in of} for of in (source, pieces))
-    if problems := [
-        f"{key} is {found.get(key, 'missing')}, expected: {wanted.get(key, 'nothing')}"
-        for key in sorted(found | wanted)
-        if found.get(key) != wanted.get(key)
-    ]:
+    actual = {key: _shape_or_type(tensor) for key, tensor in source.items()}
+    expected = {key: _shape_or_type(piece) for key, piece in pieces.items()}
+    problems = [
+        f"{key} is {actual.get(key, 'missing')}, expected: {expected.get(key, 'nothing')}"
+        for key in sorted(actual | expected)
+        if actual.get(key) != expected.get(key)
+    ]
+    if problems:
         listing = "\n  ".join(problems)
         raise UserError(
             f"the weights do not fit {form.model}, so they cannot be converted:\n  {listing}"
@@ -329,5 +342,5 @@ def _fill(pieces: dict[str, Tensor], source: dict[str, Tensor], form: Format) ->
         piece.copy_(_decay(key, source[key].float()))
 
 
-def _kind(tensor: Tensor) -> str:
+def _shape_or_type(tensor: Tensor) -> str:
     return f"{list(tensor.shape)}" if tensor.is_floating_point() else f"of type {tensor.dtype}"

@@ -27,14 +27,13 @@ from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
 
-# Entries of trainer.json that only a resume needs.
-RESUMED = {"samples": int, "skipped_steps": int, "data": dict}
-RESUMED |= {"scaler": dict | None, "wandb_id": str | None}
 # What a resume may change in the model's configuration, what transformers records in it, and what
 # a model from elsewhere may have: none of it changes what the weights compute.
-FREE = {"mixing_backend", "mixing_init"}
-FREE |= {"architectures", "dtype", "transformers_version", "_name_or_path"}
-FREE |= {"bos_token_id", "pad_token_id", "initializer_range"}
+FREE = {
+    *("mixing_backend", "mixing_init"),
+    *("architectures", "dtype", "transformers_version", "_name_or_path"),
+    *("bos_token_id", "pad_token_id", "initializer_range"),
+}
 
 
 def find_checkpoint(directory: Path, resume: str, world: World) -> Path | None:
@@ -70,7 +69,14 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
             f"checkpoint {checkpoint} has format {trainer.get('format', 1)}, but this code resumes "
             f"format {FORMAT}; resume it with the version that wrote it, or choose another name"
         )
-    trainer = read_trainer(checkpoint, **RESUMED)
+    trainer = read_trainer(
+        checkpoint,
+        samples=int,
+        skipped_steps=int,
+        data=dict,
+        scaler=dict | None,
+        wandb_id=str | None,
+    )
     if differing := differences(trainer["data"], data):
         raise UserError(
             f"checkpoint {checkpoint} was trained on different data or in another order: "
@@ -80,12 +86,12 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     return trainer
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Names each key whose value differs between the checkpoint and now."""
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
+    """Names each key whose value differs between the checkpoint and the run."""
     return "; ".join(
-        f"{key} is {saved.get(key)!r} in the checkpoint, now {now.get(key)!r}"
-        for key in sorted(saved | now)
-        if saved.get(key) != now.get(key)
+        f"{key} is {saved.get(key)!r} in the checkpoint, now {current.get(key)!r}"
+        for key in sorted(saved | current)
+        if saved.get(key) != current.get(key)
     )
 
 
@@ -97,8 +103,9 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     fields = [name for name in type(config)().to_dict() if name not in FREE]
     if type(saved) is not type(config):
         fields = ["model_type"]
-    before, now = ({name: getattr(of, name, None) for name in fields} for of in (saved, config))
-    if differing := differences(before, now):
+    saved_values = {name: getattr(saved, name, None) for name in fields}
+    values = {name: getattr(config, name, None) for name in fields}
+    if differing := differences(saved_values, values):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; restore these (in model.*; "
             "for model_type, model.architecture; for vocab_size and eos_token_id, data.*), or "
@@ -127,8 +134,8 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
 
 def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """What decides which ids a text becomes."""
-    others = dict.fromkeys(("truncation", "padding", "post_processor"))
-    return json.loads(tokenizer.backend_tokenizer.to_str()) | others
+    left_out = dict.fromkeys(("truncation", "padding", "post_processor"))
+    return json.loads(tokenizer.backend_tokenizer.to_str()) | left_out
 
 
 def resume(
@@ -173,23 +180,23 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, say
     # Earlier versions wrote a file for each shard, of the first dimension.
     files = (checkpoint / STATE).glob("optimizer-*-of-*.safetensors")
     files = sorted(files, key=lambda file: int(file.name.split("-")[1]))
-    parts: dict[str, list[Any]] = {}  # the files that have each name
+    shards: dict[str, list[Any]] = {}  # the files that have each name
     for opened in [safe_open(file, "pt") for file in files]:
         for name in opened.keys():
-            parts.setdefault(name, []).append(opened)
-    lags = [name for name in parts if "/lag_exp_avg" in name]
+            shards.setdefault(name, []).append(opened)
+    lags = [name for name in shards if "/lag_exp_avg" in name]
     for name in lags:
-        del parts[name]
+        del shards[name]
     if lags:
         say("the run had shared lags, which are gone: its full mixing weights continue alone")
-    if odd := sorted(state.keys() ^ parts.keys()):  # what is lacking would begin with zeros
+    if odd := sorted(state.keys() ^ shards.keys()):  # what is lacking would begin with zeros
         raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
-    for name, held in state.items():
-        tensors = [opened.get_tensor(name) for opened in parts[name]]
+    for name, target in state.items():
+        tensors = [opened.get_tensor(name) for opened in shards[name]]
         value = torch.cat(tensors) if tensors[0].ndim else tensors[0]  # all have the same scalars
-        if value.shape != held.shape:
-            raise ValueError(f"it has {name} of shape {value.shape}, expected {held.shape}")
-        value = value.to(held.device)
-        if isinstance(held, DTensor):
-            value = distribute_tensor(value, held.device_mesh, held.placements)
-        local_part(held).copy_(local_part(value))
+        if value.shape != target.shape:
+            raise ValueError(f"it has {name} of shape {value.shape}, expected {target.shape}")
+        value = value.to(target.device)
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        local_part(target).copy_(local_part(value))
