@@ -8,9 +8,11 @@ import sys
 from mixer.common.errors import UserError, is_launched, oddity
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
-ACCELERATE, TORCHRUN = "ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"
+ACCELERATE = "ACCELERATE_DYNAMO_BACKEND"
+TORCHRUN = "TORCHELASTIC_RUN_ID"
 # As accelerate reads its flags.
-TRUE, FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
+TRUE = ("y", "yes", "t", "true", "on", "1")
+FALSE = ("n", "no", "f", "false", "off", "0")
 
 
 def follow_launcher() -> None:

@@ -42,8 +42,10 @@ class World:
     """
 
     def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.device = accelerator, accelerator.device
-        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.rank = accelerator.process_index
+        self.size = accelerator.num_processes
         self.is_main = self.rank == 0
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         # Messages go over gloo, so that no process waits for the work queued on its GPU.
@@ -70,17 +72,18 @@ class World:
         """The sum over all processes, computed on their devices."""
         return self.accelerator.reduce(tensor, "sum")
 
-    def require_shared(self, what: str, seen: Any) -> None:
-        """Raises UserError unless all hosts share a directory. `seen` identifies the content that
-        this process sees there, `what` names the directory.
+    def require_shared(self, name: str, content: Any) -> None:
+        """Raises UserError unless all hosts share a directory. `content` identifies what this
+        process sees there, `name` is what the directory is called.
         """
-        every = self.gather(seen)
-        other = next((rank for rank, value in enumerate(every) if value != every[0]), None)
-        if other is not None:
-            raise UserError(
-                f"{what} differs between process {other} and process 0; allowed: one directory "
-                "that all hosts share, with its full path if hosts start in different directories"
-            )
+        contents = self.gather(content)
+        for rank, rank_content in enumerate(contents):
+            if rank_content != contents[0]:
+                raise UserError(
+                    f"{name} differs between process {rank} and process 0; allowed: one directory "
+                    "that all hosts share, with its full path if hosts start in different "
+                    "directories"
+                )
 
 
 def build_accelerator(precision: str) -> Accelerator:
@@ -103,7 +106,8 @@ def build_accelerator(precision: str) -> Accelerator:
         )
         torch.ones(1, device=accelerator.device).item()
     except Exception as error:  # each library raises its own kinds
-        names = [name for name in sorted(os.environ) if name.startswith(("ACCELERATE_", "FSDP_"))]
+        prefixes = ("ACCELERATE_", "FSDP_")
+        names = [name for name in sorted(os.environ) if name.startswith(prefixes)]
         names += [name for name in NAMES if name in os.environ]
         variables = ", ".join(f"{name}={os.environ[name]}" for name in names) or "none"
         refusal = UserError(
@@ -114,10 +118,10 @@ def build_accelerator(precision: str) -> Accelerator:
             leave_with_error(refusal)
         raise refusal from error
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
-        plugin, fp32 = accelerator.state.fsdp_plugin, torch.float32
+        plugin = accelerator.state.fsdp_plugin
         # Gradients are summed in fp32, as in DDP; accelerate would sum them in the compute type.
         plugin.mixed_precision_policy = dataclasses.replace(
-            plugin.mixed_precision_policy, reduce_dtype=fp32, output_dtype=fp32
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
     return accelerator
 
@@ -133,10 +137,14 @@ class Stop:
     """
 
     def __init__(self, world: World):
-        self.group, self.number, self.since = world.group, 0, 0.0  # the first signal, and its time
+        self.group = world.group
         self.is_main = world.is_main
-        heard = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        self.before = {number: signal.signal(number, self._note) for number in heard}
+        self.number = 0  # of the first signal
+        self.received_at = 0.0  # of time.monotonic()
+        self.old_handlers = {}
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self.old_handlers[number] = signal.signal(number, self._note)
 
     def ask(self) -> None:
         if self.group is not None:
@@ -150,16 +158,17 @@ class Stop:
         return bool(self.signals)
 
     def close(self) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
 
     def _note(self, number, frame) -> None:
-        now = time.monotonic()
-        if self.number == number and now - self.since > SAME_SIGNAL_SECONDS:
+        seconds = time.monotonic() - self.received_at
+        if self.number == number and seconds > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         elif not self.number:
-            self.number, self.since = number, now
+            self.number = number
+            self.received_at = time.monotonic()
             if self.is_main:
                 with suppress(OSError):  # of a reader that has gone; print() could meet itself here
                     os.write(1, STOPPING)
@@ -174,14 +183,15 @@ def leave_with_error(error: BaseException) -> None:
     """
     if isinstance(error, KeyboardInterrupt):
         end_at_interrupt(KeyboardInterrupt, error, None)
-    is_user_error, rank = isinstance(error, UserError), dist.get_rank()
+    is_user_error = isinstance(error, UserError)
+    rank = dist.get_rank()
     if _is_first_to_fail():
         trace = [f"error: {error}\n"] if is_user_error else traceback.format_exception(error)
-        said = f"process {rank} failed:\n{''.join(trace)}"
+        message = f"process {rank} failed:\n{''.join(trace)}"
     else:
-        said = f"process {rank} ends because another process failed first\n"
+        message = f"process {rank} ends because another process failed first\n"
     sys.stdout.flush()
-    print(said, end="", file=sys.stderr, flush=True)
+    print(message, end="", file=sys.stderr, flush=True)
     # Not sys.exit: the destructors of broken connections could wait for ever.
     os._exit(2 if is_user_error else 1)
 
