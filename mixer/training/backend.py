@@ -41,31 +41,34 @@ def settle_backend(
     earlier: trainer.json of the checkpoint that the run goes on from. Returns what the next ones
     keep: the backend of each kind of layer that had a race.
     """
-    known, found = (earlier or {}).get("mixing") or {}, {}
-    layers = [part for part in model.modules() if isinstance(part, TriangularConv)]
-    layers = [layer for layer in layers if not isinstance(layer, RecurrentConv)]
-    for kind, said in (("backend", "token mixing"), ("keyed_backend", "keyed mixing")):
-        is_keyed = kind == "keyed_backend"
-        own = [layer for layer in layers if isinstance(layer, KeyedConv) == is_keyed]
-        if not own:
+    recorded = (earlier or {}).get("mixing") or {}
+    convolutions = [layer for layer in model.modules() if isinstance(layer, TriangularConv)]
+    racing = [layer for layer in convolutions if not isinstance(layer, RecurrentConv)]
+    backends = {}
+    for entry, title in (("backend", "token mixing"), ("keyed_backend", "keyed mixing")):
+        is_keyed = entry == "keyed_backend"
+        layers = [layer for layer in racing if isinstance(layer, KeyedConv) == is_keyed]
+        if not layers:
             continue
-        backend, why = known.get(kind), "as the run did before"
+        backend = recorded.get(entry)
+        reason = "as the run did before"
         # A checkpoint may have a backend that is gone, such as the kernels for fp32.
         is_gone = backend == "cuda" and not is_keyed and run.train.mixed_precision == "no"
         if backend not in ("dense", "cuda") or is_gone:
-            backend, why = race(own[0], run, world) if world.is_main else ("", "")
-        world.say(f"{said}: auto uses {backend}, {why}")
-        found[kind] = world.of_main(backend)
-        for layer in own:
-            layer.backend = found[kind]
-    return found
+            backend, reason = race(layers[0], run, world) if world.is_main else ("", "")
+        world.say(f"{title}: auto uses {backend}, {reason}")
+        backends[entry] = world.of_main(backend)
+        for layer in layers:
+            layer.backend = backends[entry]
+    return backends
 
 
 def race(layer: TriangularConv, run: RunConfig, world: World) -> tuple[str, str]:
     """The faster backend for a layer on the run's own shape, and why. Kernels that cannot run, fail
     or are wrong are out.
     """
-    times, results = {}, []
+    times = {}
+    results = []
     inputs = ("query", "key", "value") if isinstance(layer, KeyedConv) else ("x", "residual")
     names = ["y", *(f"d{name}" for name in (*inputs, *dict(layer.named_parameters())))]
     for backend in ("dense", "cuda"):
@@ -104,16 +107,17 @@ def training_step(
     layer = copy.deepcopy(layer).to(world.device)
     layer.backend = backend
     generator = torch.Generator(world.device).manual_seed(0)
-    sizes = run.train.batch_size, run.model.max_position_embeddings
+    dtype = PRECISIONS[run.train.mixed_precision]
 
     def draw(channels: int) -> Tensor:
-        about = {"dtype": PRECISIONS[run.train.mixed_precision], "generator": generator}
-        return torch.randn(*sizes, channels, device=world.device, **about)
+        shape = (run.train.batch_size, run.model.max_position_embeddings, channels)
+        return torch.randn(shape, device=world.device, dtype=dtype, generator=generator)
 
     keys = [layer.heads * layer.key_size] * 2 if isinstance(layer, KeyedConv) else []
     inputs = [draw(channels).requires_grad_() for channels in (keys or [layer.channels])]
     inputs.append(draw(layer.channels).requires_grad_())
-    dy, leaves = draw(layer.channels), [*inputs, *layer.parameters()]
+    dy = draw(layer.channels)
+    leaves = [*inputs, *layer.parameters()]
 
     def step() -> list[Tensor]:
         with world.accelerator.autocast():

@@ -100,7 +100,9 @@ OPTIMIZERS: dict[str, Callable | None] = {"adamw": None, "muon": None}
 # The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
 # places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
 # jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).
-LAGS_LR, LONG_LAGS_LR, LONG = 3.0, 1.0, 2048
+LAGS_LR = 3.0
+LONG_LAGS_LR = 1.0
+LONG = 2048  # tokens of context; LONG_LAGS_LR is for longer ones
 
 
 @dataclass
@@ -188,8 +190,8 @@ class RunConfig:
 
 SECTIONS = {item.name: item.type for item in fields(RunConfig) if is_dataclass(item.type)}
 OPTIONS = {item.name: item for item in fields(RunConfig) if item.name not in SECTIONS}
-for section, kind in SECTIONS.items():
-    OPTIONS |= {f"{section}.{item.name}": item for item in fields(kind)}
+for section, section_class in SECTIONS.items():
+    OPTIONS |= {f"{section}.{item.name}": item for item in fields(section_class)}
 
 
 def load_config(path: str | None, overrides: list[str]) -> RunConfig:
@@ -199,7 +201,8 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     Raises UserError that lists every problem: unknown keys with the nearest valid one, and values
     not allowed; or, where there are none, what options do not allow together.
     """
-    run, problems = RunConfig(), []
+    run = RunConfig()
+    problems = []
     sections = {} if path is None else read_yaml(as_path(path))
     entries = [(key, value, path) for key, value in flatten(sections)]
     for text in overrides:
@@ -276,15 +279,16 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
         return f"{key} = {value!r:.60}; allowed: keys with values, such as {example}"
     if key not in OPTIONS:
         # its name in another section, or one like it
-        near = [other for other in OPTIONS if other.rpartition(".")[2] == key.rpartition(".")[2]]
+        name = key.rpartition(".")[2]
+        near = [option for option in OPTIONS if option.rpartition(".")[2] == name]
         near += difflib.get_close_matches(key, OPTIONS, 1)
         hint = f"did you mean {near[0]}?" if near else "allowed keys: python train.py --help"
         return f"unknown key {key} = {value!r}; {INSTEAD.get(key, hint)}"
-    kind, choices = OPTIONS[key].type, OPTIONS[key].metadata.get("choices", ())
+    choices = OPTIONS[key].metadata.get("choices", ())
     if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")
-    setattr(getattr(run, section) if section else run, name, as_type(value, kind))
+    setattr(getattr(run, section) if section else run, name, as_type(value, OPTIONS[key].type))
     return None
 
 
@@ -301,16 +305,18 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
     they contradict is refused when the weights are read. A run that goes on has its own checkpoints
     for that, also where the weights that it began from are gone.
     """
-    begins = [as_path(run.train.init_from)]
+    init_from = as_path(run.train.init_from)
+    candidates = list(run.directory.glob("step-*"))
     if run.checkpoint.resume != "auto":
-        begins.insert(0, as_path(run.checkpoint.resume))
-    files = [*run.directory.glob("step-*/config.json"), *(path / "config.json" for path in begins)]
+        candidates.append(as_path(run.checkpoint.resume))
+    candidates.append(init_from)
+    files = [path / "config.json" for path in candidates]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         from mixer.checkpoints.pretrained import check_checkpoint  # which takes seconds
 
         try:
-            check_checkpoint(begins[-1])  # says what is there instead
+            check_checkpoint(init_from)  # says what is there instead
         except UserError as error:
             raise UserError(f"train.init_from: {error}") from None
     options = saved_options(read_json(file, "give another checkpoint"))
@@ -323,30 +329,35 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
 
 def _clashes(run: RunConfig) -> list[str]:
     """Values that are allowed alone, but not together."""
-    train, data, architecture = run.train, run.data, run.model.architecture
-    clashes = {
-        f"name = {run.name!r}; allowed: a directory name without slashes": (
-            not run.name or "/" in run.name or run.name in (".", "..")
-        ),
-        "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
-        "micro-batches would not see each other; allowed: 1": (
-            run.is_contrastive and train.gradient_accumulation_steps > 1
-        ),
-        "train.batch_size = 1 with train.objective = contrastive in one process, where a query "
-        "would have no target to tell its own from; allowed: 2 or more": (
-            run.is_contrastive and train.batch_size * processes() == 1
-        ),
-        f"data.source = {data.source!r} with train.objective = contrastive, but a task has no "
-        f"pairs of texts; allowed: {', '.join(PAIRED)}": (
-            run.is_contrastive and data.source not in PAIRED
-        ),
-        f"data.pair_field = {data.pair_field!r} is data.text_field too, so that both texts of a "
-        "pair would be the same; allowed: another field, or none": (
-            data.pair_field != "" and data.pair_field == data.text_field
-        ),
-        "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
-        f"{architecture}: none, block": (
-            train.recompute == "activation" and architecture != "masked_mixer"
-        ),
-    }
-    return [text for text, holds in clashes.items() if holds]
+    train = run.train
+    data = run.data
+    architecture = run.model.architecture
+    clashes = []
+    if not run.name or "/" in run.name or run.name in (".", ".."):
+        clashes.append(f"name = {run.name!r}; allowed: a directory name without slashes")
+    if run.is_contrastive and train.gradient_accumulation_steps > 1:
+        clashes.append(
+            "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
+            "micro-batches would not see each other; allowed: 1"
+        )
+    if run.is_contrastive and train.batch_size * processes() == 1:
+        clashes.append(
+            "train.batch_size = 1 with train.objective = contrastive in one process, where a query "
+            "would have no target to tell its own from; allowed: 2 or more"
+        )
+    if run.is_contrastive and data.source not in PAIRED:
+        clashes.append(
+            f"data.source = {data.source!r} with train.objective = contrastive, but a task has no "
+            f"pairs of texts; allowed: {', '.join(PAIRED)}"
+        )
+    if data.pair_field and data.pair_field == data.text_field:
+        clashes.append(
+            f"data.pair_field = {data.pair_field!r} is data.text_field too, so that both texts of "
+            "a pair would be the same; allowed: another field, or none"
+        )
+    if train.recompute == "activation" and architecture != "masked_mixer":
+        clashes.append(
+            "train.recompute = 'activation', which is for masked mixers; allowed for architecture "
+            f"{architecture}: none, block"
+        )
+    return clashes

@@ -38,15 +38,16 @@ class Timer:
         self._begin(tokens)
 
     def _begin(self, tokens: int) -> None:
-        self.tokens, self.started = tokens, time.perf_counter()
+        self.tokens = tokens
+        self.started = time.perf_counter()
         self.seconds = {"waiting": 0.0, "paused": 0.0}
 
     @contextmanager
-    def count(self, what: str) -> Iterator[None]:
+    def count(self, activity: str) -> Iterator[None]:
         """Counts the time inside as "waiting" for data, or as "paused", which is no training."""
         began = time.perf_counter()
         yield
-        self.seconds[what] += time.perf_counter() - began
+        self.seconds[activity] += time.perf_counter() - began
 
     def window(
         self, tokens: int, flops_per_token: float, world: World, precision: str
@@ -58,7 +59,8 @@ class Timer:
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.started - self.seconds["paused"]
-        rate, peak = (tokens - self.tokens) / seconds, peak_tflops(world.device, precision)
+        rate = (tokens - self.tokens) / seconds
+        peak = peak_tflops(world.device, precision)
         tflops = rate * flops_per_token / 1e12
         line = {"tokens_per_second": rate, "useful_tflops": tflops}
         if peak:
@@ -71,25 +73,33 @@ class Timer:
 
 def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> tuple[dict, str]:
     """The entries of metrics.jsonl, and in words what they say beside the loss."""
-    samples, batch_size = run.train.eval_samples, run.train.batch_size
     if run.is_contrastive:
-        count = min(len(data.validation), samples or MOST_PAIRS, MOST_PAIRS)
-        model = world.accelerator.unwrap_model(parallel).eval()  # it gives vectors
-        place = world.device, world.rank, world.size
-        found = pair_vectors(model, data.validation, count, batch_size, place)
-        vectors, keys = map(world.sum, found)
-        model.train()
-        loss = info_nce(*vectors, keys, 0, run.train.temperature).mean().item()
-        shares = top1(*vectors, keys)
-        said = "".join(f"{name.replace('_', ' ')} {share:.1%}, " for name, share in shares.items())
-        said += f"{count:,} of {counted(len(data.validation), 'pair')}"
-        return {"validation_loss": loss, "validation_pairs": count} | shares, said
-    found = token_scores(parallel, data, samples, batch_size, world)
-    said = f"{found['validation_bits_per_byte']:.4f} bits per byte"
+        return _pair_scores(parallel, data, run, world)
+    scores = token_scores(parallel, data, run.train.eval_samples, run.train.batch_size, world)
+    summary = f"{scores['validation_bits_per_byte']:.4f} bits per byte"
     if run.data.source in TASKS:
-        said = f"{found['validation_accuracy']:.2%} right"
-    of = data.manifest.splits["validation"].tokens
-    return found, f"{said} ({found['validation_tokens']:,} of {counted(of, 'token')})"
+        summary = f"{scores['validation_accuracy']:.2%} right"
+    tokens = data.manifest.splits["validation"].tokens
+    return scores, f"{summary} ({scores['validation_tokens']:,} of {counted(tokens, 'token')})"
+
+
+def _pair_scores(
+    parallel: nn.Module, data: Data, run: RunConfig, world: World
+) -> tuple[dict[str, float], str]:
+    """`validate` of contrastive training."""
+    pairs = data.validation
+    count = min(len(pairs), run.train.eval_samples or MOST_PAIRS, MOST_PAIRS)
+    model = world.accelerator.unwrap_model(parallel).eval()  # it gives vectors
+    share_of_process = (world.device, world.rank, world.size)
+    vectors, keys = pair_vectors(model, pairs, count, run.train.batch_size, share_of_process)
+    vectors = world.sum(vectors)
+    keys = world.sum(keys)
+    model.train()
+    loss = info_nce(*vectors, keys, 0, run.train.temperature).mean().item()
+    shares = top1(*vectors, keys)
+    listed = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items()]
+    listed.append(f"{count:,} of {counted(len(pairs), 'pair')}")
+    return {"validation_loss": loss, "validation_pairs": count} | shares, ", ".join(listed)
 
 
 @torch.no_grad()
@@ -108,16 +118,16 @@ def token_scores(
     model.eval()
     step = batch_size * world.size
     for start in range(0, samples, step):
-        own = range(start, min(start + step, samples))[world.rank :: world.size]
+        numbers = range(start, min(start + step, samples))[world.rank :: world.size]
         # Every batch is filled up to one shape, as torch.compile would compile another one anew.
         # A process without samples computes a batch too, as sharded weights need all processes.
-        filled = [*own, *[0] * (batch_size - len(own))]
+        filled = [*numbers, *[0] * (batch_size - len(numbers))]
         batch = validation.batch(np.array(filled) * len(validation) // samples)
-        inputs, targets = (part[: len(own)] for part in batch)
+        inputs, targets = (tensor[: len(numbers)] for tensor in batch)
         scored = targets[targets != -100]
         nats, right = model(*to_device(batch, world.device))
-        totals[0] += nats[: len(own)].sum(dtype=torch.float64)
-        totals[1] += right[: len(own)].sum()
+        totals[0] += nats[: len(numbers)].sum(dtype=torch.float64)
+        totals[1] += right[: len(numbers)].sum()
         totals[2] += len(scored)
         totals[3] += data.text_bytes.count(scored.numpy(), inputs[targets != -100].numpy())
     model.train()
@@ -142,19 +152,20 @@ class Metrics:
     """
 
     def __init__(self, run: RunConfig, step: int, again: bool, wandb_id: str | None):
-        path, self.name = run.directory / "metrics.jsonl", run.logging.tracker
+        path = run.directory / "metrics.jsonl"
+        self.name = run.logging.tracker
         self.validation_losses: dict[int, float] = {}  # by step
         self.tracker = self._try(lambda: _start_tracker(run, wandb_id))
         wandb = self.tracker.tracker if self.tracker and self.name == "wandb" else None
         self.wandb_id = wandb.id if wandb else wandb_id
         self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
-        kept = []
+        texts = []
         for text, line in readable_lines(path, print) if path.exists() else ():
             is_again = again and "validation_loss" in line
             if line["step"] < step or (line["step"] == step and not is_again):
-                kept.append(text + "\n")
+                texts.append(text + "\n")
                 self._note(line)
-        write_text(path, "".join(kept))
+        write_text(path, "".join(texts))
         self.file = open(path, "a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -187,8 +198,8 @@ class Metrics:
             self.tracker = None
             remedy = "WANDB_MODE=offline needs no network, " if self.name == "wandb" else ""
             remedy += f"pip install {self.name}"
-            said = f"{self.name} has failed, the run continues without it: {first_line(error)}"
-            print(f"{said}; a resume sends it all lines of metrics.jsonl ({remedy})", flush=True)
+            failure = f"{self.name} has failed, the run continues without it: {first_line(error)}"
+            print(f"{failure}; a resume sends it all lines of metrics.jsonl ({remedy})", flush=True)
             if isinstance(error, ConnectionError):
                 # Otherwise wandb tries again when Python exits, and prints a traceback.
                 import wandb
@@ -205,9 +216,14 @@ def _start_tracker(run: RunConfig, wandb_id: str | None) -> GeneralTracker | Non
         shutil.rmtree(run.directory / name, ignore_errors=True)
         tracker = TensorBoardTracker(name, run.directory)
     else:
-        about = {"name": run.name, "dir": run.directory, "config": asdict(run)}
-        again = {"id": wandb_id, "resume": "allow"} if wandb_id else {}
-        tracker = WandBTracker(run.logging.wandb_project, **about, **again)
+        tracker = WandBTracker(
+            run.logging.wandb_project,
+            name=run.name,
+            dir=run.directory,
+            config=asdict(run),
+            id=wandb_id,
+            resume="allow" if wandb_id else None,
+        )
     tracker.start()
     return tracker
 
@@ -218,12 +234,16 @@ def in_json(value: Any) -> Any:
 
 def as_text(line: dict[str, Any], steps: int) -> str:
     """A line of metrics of a run of `steps` steps, for people."""
-    step, rate = line["step"], line["tokens_per_second"]
-    parts = [f"loss {line['loss']:.4f}", f"lr {line['lr']:.2e}"]
-    parts.append(f"grad norm {line['grad_norm']:.3f}")
+    step = line["step"]
+    rate = line["tokens_per_second"]
+    entries = [
+        f"loss {line['loss']:.4f}",
+        f"lr {line['lr']:.2e}",
+        f"grad norm {line['grad_norm']:.3f}",
+    ]
     if line["skipped_steps"]:
-        parts.append(f"{line['skipped_steps']} skipped")
+        entries.append(f"{line['skipped_steps']} skipped")
     if "loss_scale" in line:
-        parts.append(f"loss scale {line['loss_scale']:.0f}")
+        entries.append(f"loss scale {line['loss_scale']:.0f}")
     left = timedelta(seconds=round(line["tokens"] / step * (steps - step) / rate))
-    return f"step {step}/{steps}: {', '.join(parts)}, {rate:,.0f} tokens/s, {left} left"
+    return f"step {step}/{steps}: {', '.join(entries)}, {rate:,.0f} tokens/s, {left} left"

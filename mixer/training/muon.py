@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MATRICES = 16  # that are worked on together: more need more memory, and far more time to compile
-A, B, C = 3.4445, -4.7750, 2.0315  # as torch.optim.Muon
+# Coefficients of the Newton-Schulz polynomial, as torch.optim.Muon has them.
+A = 3.4445
+B = -4.7750
+C = 2.0315
 # torch.optim.Muon does five. A fifth costs more and trains no better. It would also need a new Gram
 # matrix of X, since rounding errors in G grow from step to step.
 STEPS = 4
@@ -59,9 +62,10 @@ class Muon(torch.optim.Optimizer):
         compile: Callable[[Callable], Callable] | None = None,
     ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        self.rows, self.group = rows or {}, group
-        parts = (directions, apply)
-        self.directions, self.apply = map(compile, parts) if compile else parts
+        self.rows = rows or {}
+        self.group = group
+        self.directions = compile(directions) if compile else directions
+        self.apply = compile(apply) if compile else apply
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -73,8 +77,8 @@ class Muon(torch.optim.Optimizer):
                         by_shape[matrix[0].shape].append(matrix)
             for matrices in by_shape.values():
                 for start in range(0, len(matrices), MATRICES):
-                    some = matrices[start : start + MATRICES]
-                    self._update(*zip(*some, strict=True), settings)
+                    batch = matrices[start : start + MATRICES]
+                    self._update(*zip(*batch, strict=True), settings)
 
     def _matrices(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Each matrix of a parameter, with its gradient and its momentum."""
@@ -82,8 +86,12 @@ class Muon(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         rows = self.rows.get(parameter, [len(parameter)])
-        held = (parameter.detach(), parameter.grad, state["momentum"])
-        return zip(*(tensor.split(rows) for tensor in held), strict=True)
+        return zip(
+            parameter.detach().split(rows),
+            parameter.grad.split(rows),
+            state["momentum"].split(rows),
+            strict=True,
+        )
 
     def _update(
         self, matrices: Tensors, gradients: Tensors, momenta: Tensors, settings: dict
@@ -105,11 +113,11 @@ class Muon(torch.optim.Optimizer):
             return iterate(stacked)
         share = -(-len(stacked) // processes)
         first = dist.get_rank(self.group) * share
-        own = stacked[first : first + share]
-        own = iterate(F.pad(own, (0, 0, 0, 0, 0, share - len(own))))
-        every = stacked.new_empty(share * processes, *stacked.shape[1:])
-        all_gather(every, own, group=self.group)
-        return every[: len(stacked)]
+        chunk = stacked[first : first + share]
+        chunk = iterate(F.pad(chunk, (0, 0, 0, 0, 0, share - len(chunk))))
+        gathered = stacked.new_empty(share * processes, *stacked.shape[1:])
+        all_gather(gathered, chunk, group=self.group)
+        return gathered[: len(stacked)]
 
 
 def directions(
@@ -118,12 +126,12 @@ def directions(
     """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
     columns). skip and scale: of skip_and_scale; gradients that are skipped may not be finite.
     """
-    found = []
+    stacked = []
     for gradient, buffer in zip(gradients, momenta, strict=True):
         gradient = torch.where(skip > 0, buffer, gradient / scale)
         buffer.copy_(torch.lerp(buffer, gradient, 1 - momentum))
-        found.append(normalized(torch.lerp(gradient, buffer, momentum)))
-    return torch.stack(found)
+        stacked.append(normalized(torch.lerp(gradient, buffer, momentum)))
+    return torch.stack(stacked)
 
 
 def apply(

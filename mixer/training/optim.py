@@ -43,21 +43,22 @@ def kinds_of(model: nn.Module) -> Kinds:
     mixing bias (heads, context) counts as a vector.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    kinds, seen = Kinds(), set()
+    kinds = Kinds()
+    seen = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter in seen:  # tied weights have two owners
                 continue
             seen.add(parameter)
             if hasattr(module, "kind_of"):
-                kind = module.kind_of(name)
+                field_name = module.kind_of(name)
             elif name.endswith("bias") or parameter.ndim == 1:
-                kind = "vectors"
+                field_name = "vectors"
             else:
                 is_matrix = isinstance(module, nn.Linear) and module is not output
-                kind = "matrices" if is_matrix else "embeddings"
-            getattr(kinds, kind).append(parameter)
-            if kind == "matrices" and len(getattr(module, "parts", ())) > 1:
+                field_name = "matrices" if is_matrix else "embeddings"
+            getattr(kinds, field_name).append(parameter)
+            if field_name == "matrices" and len(getattr(module, "parts", ())) > 1:
                 kinds.rows[parameter] = module.parts
     return kinds
 
@@ -68,15 +69,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
     It has the groups of all of them and one state for all, so that accelerate, GradScaler and
     checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
     guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
-    clipping). For parts that do not know both (`_step_supports_amp_scaling`), gradients are divided
-    here, or set to zero, so that NaN never reaches a weight.
+    clipping). For optimizers that do not know both (`_step_supports_amp_scaling`), gradients are
+    divided here, or set to zero, so that NaN never reaches a weight.
     """
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = list(parts)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        self.optimizers = list(optimizers)
         self._share()
 
     def __setstate__(self, state: dict) -> None:
@@ -85,23 +87,23 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Gives the parts the groups and the state of the whole: the same objects, not copies."""
+        """Gives the optimizers the chain's groups and state: the same objects, not copies."""
         groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-            part.state = self.state
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        for part in self.parts:
-            if getattr(part, "_step_supports_amp_scaling", False):
-                part.found_inf = getattr(self, "found_inf", None)
-                part.grad_scale = getattr(self, "grad_scale", None)
+        for optimizer in self.optimizers:
+            if getattr(optimizer, "_step_supports_amp_scaling", False):
+                optimizer.found_inf = getattr(self, "found_inf", None)
+                optimizer.grad_scale = getattr(self, "grad_scale", None)
             else:
-                for gradient in gradients_of(part):
+                for gradient in gradients_of(optimizer):
                     skip, scale = skip_and_scale(self, gradient.device)
                     gradient.div_(scale).masked_fill_(skip > 0, 0)
-            part.step()
+            optimizer.step()
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -126,33 +128,45 @@ def adamw(
     kinds: Kinds, config: OptimConfig, processes: Processes, compile: Compile
 ) -> list[torch.optim.Optimizer]:
     """AdamW for everything; weights decay, biases, norms and lags do not."""
-    context = max((part.shape[-1] for part in kinds.lags), default=0)
-    lags, decay = config.lags_lr, config.weight_decay
-    if lags is None:
-        lags = LAGS_LR if context <= LONG else LONG_LAGS_LR
+    decay = config.weight_decay
+    lags_lr = config.lags_lr
+    if lags_lr is None:
+        context = max((weight.shape[-1] for weight in kinds.lags), default=0)
+        lags_lr = LAGS_LR if context <= LONG else LONG_LAGS_LR
     groups = [
         {"params": kinds.matrices, "weight_decay": decay, "lr_factor": config.matrices_lr},
-        {"params": kinds.lags, "weight_decay": 0.0, "lr_factor": lags},
+        {"params": kinds.lags, "weight_decay": 0.0, "lr_factor": lags_lr},
         {"params": kinds.embeddings, "weight_decay": decay},
         {"params": kinds.vectors, "weight_decay": 0.0, "lr_factor": config.vectors_lr},
         {"params": kinds.mixing, "weight_decay": decay, "lr_factor": config.mixing_lr},
     ]
     groups = [group for group in groups if group["params"]]
-    settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if not groups:
+        return []
+    betas = (config.beta1, config.beta2)
     # Fused on every device: it is the implementation that skips a step on the device.
-    return [torch.optim.AdamW(groups, fused=True, **settings)] if groups else []
+    return [torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)]
 
 
 def muon(
     kinds: Kinds, config: OptimConfig, processes: Processes, compile: Compile
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of linear layers, AdamW for the rest."""
-    parts = adamw(replace(kinds, matrices=[]), config, processes, compile)
+    optimizers = adamw(replace(kinds, matrices=[]), config, processes, compile)
     if kinds.matrices:
         group = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
-        settings = (config.lr, config.weight_decay, config.momentum)
-        parts.append(Muon([group], *settings, kinds.rows, processes, compile))
-    return parts
+        optimizers.append(
+            Muon(
+                [group],
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                rows=kinds.rows,
+                group=processes,
+                compile=compile,
+            )
+        )
+    return optimizers
 
 
 OPTIMIZERS |= {"adamw": adamw, "muon": muon}
@@ -218,7 +232,8 @@ class Guard:
         stop_at_first: bool,
         device: torch.device,
     ):
-        self.optimizer, self.scaled = optimizer, scaled
+        self.optimizer = optimizer
+        self.scaled = scaled
         self.stop_at_first = stop_at_first and not scaled  # fp16 overflows now and then
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # since the last look
         self.in_a_row = torch.zeros_like(self.skipped)  # up to the last step
@@ -242,17 +257,17 @@ class Guard:
         allowed = 1 if self.stop_at_first else MOST_SKIPPED
         if in_a_row >= allowed:
             advice = "lower optim.lr or raise optim.warmup_steps"
-            found = f"the gradient of step {step - in_a_row + 1} is not finite"
+            problem = f"the gradient of step {step - in_a_row + 1} is not finite"
             if self.stop_at_first:
                 advice += " (or set train.non_finite=skip, to skip such steps)"
             else:
-                found += f", and {in_a_row} steps in a row were skipped, up to step {step}; "
-                found += f"allowed: fewer than {MOST_SKIPPED}"
+                problem += f", and {in_a_row} steps in a row were skipped, up to step {step}; "
+                problem += f"allowed: fewer than {MOST_SKIPPED}"
             if self.scaled:
-                others = "no" if lacks_bf16(self.skipped.device) else "bf16 or no"
-                advice = f"set train.mixed_precision={others}"
+                precisions = "no" if lacks_bf16(self.skipped.device) else "bf16 or no"
+                advice = f"set train.mixed_precision={precisions}"
             raise NotFinite(
-                f"{found}. The weights did not change: {advice} and run the same command again, "
+                f"{problem}. The weights did not change: {advice} and run the same command again, "
                 "which resumes from the last checkpoint"
             )
         return skipped

@@ -49,11 +49,11 @@ def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
     is found before the sum begins: the compiler's softmax goes on with both at once, by two
     exponentials for each logit.
     """
-    wide = logits.float()
-    largest = wide.detach().amax(-1, keepdim=True)
-    sums = torch.exp2((wide - largest) * (1 / math.log(2))).sum(-1)
-    classes = torch.arange(wide.shape[-1], device=wide.device)
-    chosen = torch.where(classes == targets[..., None], wide, 0).sum(-1)
+    logits = logits.float()
+    largest = logits.detach().amax(-1, keepdim=True)
+    sums = torch.exp2((logits - largest) * (1 / math.log(2))).sum(-1)
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    chosen = torch.where(classes == targets[..., None], logits, 0).sum(-1)
     # in brackets: the difference of two large logits is exact, or nearly so
     return torch.where(targets == -100, 0, sums.log() + (largest[..., 0] - chosen))
 
@@ -97,15 +97,18 @@ class Contrastive(Objective):
 
     def __init__(self, model: PreTrainedModel, temperature: float, processes: Group = None):
         super().__init__(model)
-        self.temperature, self.processes = temperature, processes
+        self.temperature = temperature
+        self.processes = processes
         if not model.config.tie_word_embeddings:  # without a gradient, for which DDP would wait
             model.get_output_embeddings().requires_grad_(False)
 
     def forward(self, queries: Tensor, targets: Tensor) -> Tensor:
-        tokens, first, keys = 2 * queries.shape[1], 0, pair_keys(queries, targets)
+        tokens = 2 * queries.shape[1]  # of a pair
+        keys = pair_keys(queries, targets)
         queries, targets = text_vectors(self.model, torch.cat([queries, targets])).chunk(2)
         if not self.training:
             return torch.stack([queries, targets])
+        first = 0  # target of this process
         if self.processes is not None:  # targets get gradients from the losses of all processes
             first = len(queries) * dist.get_rank(self.processes)
             targets = torch.cat(all_gather(targets, self.processes))
@@ -129,21 +132,22 @@ def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
 
 def obstacle_to_graph(train: TrainConfig, world: World) -> str:
     """Why no CUDA graph is made of a step's passes; "" if one is."""
-    is_auto, on_gpu = train.cuda_graphs == "auto", world.device.type == "cuda"
-    shared = train.objective == "contrastive" and world.size > 1
-    obstacles = {
-        "train.cuda_graphs=false": train.cuda_graphs == "false",
-        "there is no GPU": not on_gpu,
-        "FSDP moves the weights": world.is_sharded,
-        "micro-batches are accumulated": train.gradient_accumulation_steps > 1,
-        "recomputed blocks cannot be recorded": train.recompute == "block",
-        "the processes exchange vectors in the middle": shared,
+    if train.cuda_graphs == "false":
+        return "train.cuda_graphs=false"
+    if world.device.type != "cuda":
+        return "there is no GPU"
+    if world.is_sharded:
+        return "FSDP moves the weights"
+    if train.gradient_accumulation_steps > 1:
+        return "micro-batches are accumulated"
+    if train.recompute == "block":
+        return "recomputed blocks cannot be recorded"
+    if train.objective == "contrastive" and world.size > 1:
+        return "the processes exchange vectors in the middle"
+    if train.cuda_graphs == "auto" and torch.cuda.get_device_capability(world.device) < HOPPER:
         # and DDP sums gradients beside the backward pass, over slower links too
-        "this GPU computes for longer than the CPU needs to launch it": (
-            is_auto and on_gpu and torch.cuda.get_device_capability(world.device) < HOPPER
-        ),
-    }
-    return next((text for text, holds in obstacles.items() if holds), "")
+        return "this GPU computes for longer than the CPU needs to launch it"
+    return ""
 
 
 def compile_objective(
@@ -160,8 +164,10 @@ def compile_objective(
     if train.compile == "no" or (train.compile == "auto" and world.device.type != "cuda"):
         return False
     torch._dynamo.reset()  # what an earlier run of this process has compiled
-    parts, began, failure = compiled_parts(objective), time.perf_counter(), ""
-    for module, name in parts:
+    began = time.perf_counter()
+    failure = ""
+    methods = compiled_parts(objective)
+    for module, name in methods:
         setattr(module, name, compiled(getattr(module, name)))
     try:
         tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
@@ -171,12 +177,13 @@ def compile_objective(
     except Exception as error:  # if it is not the compiler's, the run will meet it again
         failure = first_line(error)
     objective.zero_grad(set_to_none=True)  # the first step would add up what a pass left
-    if failure := next(filter(None, world.gather(failure)), ""):
-        for module, name in parts:
+    failures = [message for message in world.gather(failure) if message]
+    if failures:
+        for module, name in methods:
             delattr(module, name)
         world.say(
-            f"torch.compile has failed, the run continues without it: {failure}. It needs a C++ "
-            "compiler on a CPU, Triton and a C compiler on a GPU of compute capability 7.0 or "
+            f"torch.compile has failed, the run continues without it: {failures[0]}. It needs a "
+            "C++ compiler on a CPU, Triton and a C compiler on a GPU of compute capability 7.0 or "
             "newer. train.compile=no skips the attempt"
         )
         return False
@@ -191,8 +198,8 @@ def compiled_parts(objective: Objective) -> list[tuple[nn.Module, str]]:
     """The methods to compile, as (module, name of the method): each block's, the final norm's, and
     the loss.
     """
-    is_block = GradientCheckpointingLayer
-    modules = [part for part in objective.modules() if isinstance(part, is_block)]
+    block_class = GradientCheckpointingLayer
+    modules = [module for module in objective.modules() if isinstance(module, block_class)]
     modules.append(objective.model.base_model.norm)
     return [*((module, "forward") for module in modules), (objective, "score")]
 
@@ -241,7 +248,9 @@ class Passes:
     """
 
     def __init__(self, parallel: nn.Module, world: World):
-        self.parallel, self.world, self.accelerator = parallel, world, world.accelerator
+        self.parallel = parallel
+        self.world = world
+        self.accelerator = world.accelerator
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> Tensor:
@@ -253,8 +262,8 @@ class Passes:
         if self.graph is None:
             return self._run(batches, factor)
         (batch,) = batches
-        for place, value in zip(self.batch, batch, strict=True):
-            place.copy_(value)
+        for buffer, tensor in zip(self.batch, batch, strict=True):
+            buffer.copy_(tensor)
         self.factor.copy_(factor) if isinstance(factor, Tensor) else self.factor.fill_(factor)
         self.graph.replay()
         if self.world.size > 1:
@@ -268,7 +277,8 @@ class Passes:
     def record(self, shape: tuple[int, int]) -> None:
         """Makes the graph, for batches of `shape`, (batch, tokens). Raises UserError."""
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
-        self.batch, self.factor = (tokens, tokens.clone()), torch.zeros((), device=tokens.device)
+        self.batch = (tokens, tokens.clone())
+        self.factor = torch.zeros((), device=tokens.device)
         self._run([self.batch], self.factor)  # makes what stays: workspaces, the scale of fp16
         self.parallel.zero_grad(set_to_none=True)
         try:
@@ -290,21 +300,21 @@ class Passes:
             dtype = torch.bfloat16 if in_bf16 else torch.float32
             counts = [gradient.numel() for gradient in self.gradients]
             self.exchanged = torch.empty(sum(counts), dtype=dtype, device=tokens.device)
-            parts = zip(self.exchanged.split(counts), self.gradients, strict=True)
-            self.sums = [part.view_as(gradient) for part, gradient in parts]
+            chunks = zip(self.exchanged.split(counts), self.gradients, strict=True)
+            self.sums = [chunk.view_as(gradient) for chunk, gradient in chunks]
 
     def _run(self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> Tensor:
         nats = torch.zeros((), device=self.world.device)
         for micro, batch in enumerate(batches, 1):
             is_last = micro == len(batches)
             with nullcontext() if is_last else self.accelerator.no_sync(self.parallel):
-                of_batch = self.parallel(*batch).sum()
-                self.accelerator.backward(of_batch * factor)
-                nats += of_batch.detach()
+                batch_nats = self.parallel(*batch).sum()
+                self.accelerator.backward(batch_nats * factor)
+                nats += batch_nats.detach()
         return nats
 
 
-def set_recompute(model: PreTrainedModel, what: str) -> None:
+def set_recompute(model: PreTrainedModel, choice: str) -> None:
     """Sets what the backward pass computes again instead of keeping it in memory (selective
     activation recomputation, arXiv 2205.05198).
 
@@ -314,14 +324,15 @@ def set_recompute(model: PreTrainedModel, what: str) -> None:
     again and keeps 8 A. "block" keeps only the block's input, and computes the whole block again.
     Without the compiler, autocast also keeps the inputs of the norms in fp32.
     """
-    if what == "activation":
+    if choice == "activation":
         for module in model.modules():
             if hasattr(module, "recompute_activation"):
                 module.recompute_activation = True
-    if what == "block":
+    if choice == "block":
         # Newer versions of transformers have another name for it, and warn at the old one.
-        old = model.gradient_checkpointing_enable
-        getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+        old_enable = model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", old_enable)
+        enable({"use_reentrant": False})
         # This undoes a hook that transformers adds for adapters on a frozen model. torch 2.11
         # cannot compile it where there are no gradients.
         model.disable_input_require_grads()

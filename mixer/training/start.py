@@ -129,8 +129,9 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
         check_init_from(trainer, run.train.init_from)
     model = build_model(run, data, checkpoint)
     record = settings_record(run, trainer, world)
-    raced = needs_race(run, world.device)
-    record["mixing"] = settle_backend(model, run, trainer, world) if raced else {}
+    mixing = {}
+    if needs_race(run, world.device):
+        mixing = settle_backend(model, run, trainer, world)
     passes, optimizer = parallelize(model, run, world)
     counters = Counters()
     wandb_id = None
@@ -140,7 +141,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
         if checkpoint.resolve().parent == run.directory.resolve():  # and not another run's
             wandb_id = trainer["wandb_id"]
     directory = used_settings(run)["data"].get("directory", "")
-    recorded = {"data": identity, "data_directory": directory} | record
+    recorded = {"data": identity, "data_directory": directory, **record, "mixing": mixing}
     return State(model, passes, optimizer, counters, recorded, checkpoint, wandb_id)
 
 
@@ -267,8 +268,11 @@ def check_init_from(trainer: dict[str, Any], init_from: str) -> None:
 
 def _warn_of_rate(run: RunConfig, changed: dict[str, Any], step: int, world: World) -> None:
     """Says where the learning rate rises after `step`, as the settings were others before."""
-    prefix = "optim."
-    options = {key.removeprefix(prefix): changed[key] for key in changed if key.startswith(prefix)}
+    options = {}
+    for key, value in changed.items():
+        section, _, name = key.partition(".")
+        if section == "optim":
+            options[name] = value
     steps = changed.get("train.steps", run.train.steps)
     old_rate = learning_rate(replace(run.optim, **options), min(step, steps - 1), steps)
     new_rate = learning_rate(run.optim, step, run.train.steps)
