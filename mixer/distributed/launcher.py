@@ -31,20 +31,22 @@ def follow_launcher() -> None:
 
 def _problem_of_accelerate() -> str:
     """What accelerate's variables ask for and this trainer cannot do; "" if it can."""
-    on = set()
+    flags = set()  # that are on
     for name in os.environ:
         if name.startswith(("ACCELERATE_USE_", "FSDP_OFFLOAD_")):
             value = os.environ[name].lower()
             if value not in TRUE + FALSE:
                 return f"{name} = {os.environ[name]!r}; allowed: true, false"
-            on |= {name} if value in TRUE else set()
+            if value in TRUE:
+                flags.add(name)
     engines = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-    refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in on]
-    if "ACCELERATE_USE_FSDP" in on:
+    refused = [engine.lower() for engine in engines if f"ACCELERATE_USE_{engine}" in flags]
+    if "ACCELERATE_USE_FSDP" in flags:
         version = os.environ.get("FSDP_VERSION", "1")
-        refused += [f"fsdp_version: {version}"] if version != "2" else []
-        # The optimizer's steps could not be skipped there.
-        refused += ["fsdp_offload_params: true"] if "FSDP_OFFLOAD_PARAMS" in on else []
+        if version != "2":
+            refused.append(f"fsdp_version: {version}")
+        if "FSDP_OFFLOAD_PARAMS" in flags:  # the optimizer's steps could not be skipped there
+            refused.append("fsdp_offload_params: true")
     if refused:
         return (
             f"accelerate was asked for {refused[0]}; allowed: DDP, or version 2 of FSDP without "

@@ -272,7 +272,8 @@ def closing(run: RunConfig, step: int, stopped: bool) -> str:
     checkpoints = [path for path in candidates if path.is_dir()]
     if checkpoints:
         command = ["python", "-m", "mixer.eval", "--checkpoint", str(checkpoints[0])]
-        command += ["--pairs", run.data.directory] * run.is_contrastive
+        if run.is_contrastive:
+            command += ["--pairs", run.data.directory]
     else:
         command = ["python", "-m", "mixer.report", str(run.directory)]
     return f"{run.directory} is done. Next: {shlex.join(command)}"

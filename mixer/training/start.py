@@ -399,7 +399,9 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     parameters = state.model.num_parameters() / 1e6
     is_mixer = run.model.architecture == "masked_mixer"
     mixing = run.model.mixing_backend if is_mixer else "attention"
-    processes = counted(world.size, "process", "processes") + ", FSDP" * world.is_sharded
+    processes = counted(world.size, "process", "processes")
+    if world.is_sharded:
+        processes += ", FSDP"
     device_name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
     steps = run.train.steps
     steps_left = max(0, steps - state.counters.step)
