@@ -54,11 +54,11 @@ def train(run: RunConfig) -> PreTrainedModel:
             data = open_run_data(run, world)
             memory_gb = needed_gb(run, data.manifest, world)
             state = start_state(run, data, world)
-            metrics = start_metrics(run, state) if world.is_main else None
-            world.say(banner(run, state, len(data.training), memory_gb, world))
-            trainer = Trainer(run, data, state, metrics, world)
+            # Its first collection takes long, and would hold up a signal that `Stop` is to receive.
             with manual_garbage_collection():
-                model = trainer.train()
+                metrics = start_metrics(run, state) if world.is_main else None
+                world.say(banner(run, state, len(data.training), memory_gb, world))
+                model = Trainer(run, data, state, metrics, world).train()
     accelerator.end_training()
     return model
 
