@@ -123,6 +123,7 @@ def test_a_library_loads_without_a_gpu_and_the_gradient_of_lags_needs_no_square(
     assert b"driver" in library.mixer_error_string(35)
     params = cuda.Params(batch=1, tokens=1 << 17, context=1 << 17, channels=512, heads=1)
     params.columns, params.lag_zero, params.dtype = (1 << 17) + 128, 1 << 17, 1
+    params.window = 1 << 17
     params.capability, params.processors = capability, 132
     assert 0 < library.mixer_grad_weight_workspace(ctypes.byref(params)) < 32 << 20
 
