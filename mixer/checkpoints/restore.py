@@ -96,7 +96,8 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
 
 def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """What decides which ids a text becomes."""
-    return json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    others = dict.fromkeys(("truncation", "padding", "post_processor"))
+    return json.loads(tokenizer.backend_tokenizer.to_str()) | others
 
 
 def resume(

@@ -108,6 +108,9 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
         with time_told("reading the tokenizer, and a sample of the text", say):
             tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
             loses = tokenizing.loss_of_text(tokenizer, texts)
+    if tokenizer.num_special_tokens_to_add(pair=False):
+        # Saved with the model, the BOS or EOS would give other tools other tokens than training's.
+        tokenizer.backend_tokenizer.post_processor = None
     tokenizer.save_pretrained(str(directory / "tokenizer"))
     tokenizer = tokenizing.load_tokenizer(directory)  # as training reads it
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
@@ -170,9 +173,9 @@ class Corpus:
             problem = f"{common[0]} belongs to both data.path and data.validation_path"
             raise UserError(f"{problem}: name different files in one of them")
         self.is_one = False  # document, of which the end is held out
-        both = self.documents()
-        first, document = next(both)
-        if all(split == first for split, _ in both):
+        everything = self.documents()
+        first, document = next(everything)
+        if all(split == first for split, _ in everything):
             text = config.path or f"the text of data.source={config.source}"
             if first == "validation":
                 held = f"data.validation_documents = {config.validation_documents}"

@@ -165,6 +165,14 @@ def test_tokens_are_those_of_tokenizer_json_whatever_class_it_names(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "llama")(text).input_ids == expected
 
 
+def test_other_tools_read_a_text_as_training_does_whatever_the_tokenizer_put_around_it(tmp_path):
+    given = existing_tokenizer(save_tokenizer(tmp_path / "tok", "appends EOS"))
+    assert given("a big cab").input_ids[-1] == given.eos_token_id
+    prepare(config_of(tmp_path, made_texts(5), tokenizer=str(tmp_path / "tok")), quiet)
+    saved = AutoTokenizer.from_pretrained(tmp_path / "prepared/tokenizer")
+    assert saved("a big cab").input_ids == text_encoder(given)("a big cab").tolist()
+
+
 @pytest.mark.parametrize("auto_map", [{"AutoTokenizer": [None, "own.Own"]}, "own.Own"])
 def test_code_of_a_tokenizer_is_refused_by_name_and_never_run(tmp_path, monkeypatch, auto_map):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
