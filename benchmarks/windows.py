@@ -21,7 +21,7 @@ from mixer.common.errors import UserError, run_command
 from mixer.ops import cuda, triangular_conv
 
 TOKENS, CHANNELS, HEADS = 65536, 1024, 8
-WINDOWS = {512: (2, 4, 8, 16, 32, 128), 2048: (4, 16, 128), 8192: (4, 16, 32, 128, 512, 2048)}
+WINDOWS = {512: (2, 4, 8, 16, 128), 2048: (4, 8, 128), 8192: (4, 8, 16, 128, 512, 2048)}
 ROUNDS, BATCH_MS, SLOTS = 9, 20.0, 3
 STEP = Size(tokens=8192, batch=8, hidden=1024, layers=16, vocabulary=8000)
 GENERATED = (1024, 32768)  # texts so long
@@ -151,7 +151,7 @@ def table(result: dict) -> str:
                 markdown(head, rows),
                 f"A step at {STEP.tokens} tokens, hidden size {STEP.hidden}, {STEP.layers} blocks, "
                 f"{STEP.batch * STEP.tokens:,} tokens: all lags {lags:.1f} ms, "
-                f"{FORMS['window'].what} {window:.1f} ms, {window / lags:.3f} of it.",
+                f"a window of {FORMS['window'].window} {window:.1f} ms, {window / lags:.3f} of it.",
                 "Generation, one text, hidden size 512, 16 blocks, context 512, static cache:",
                 markdown(["", *titles], generated),
                 f"Measured on {origin(result)}.",

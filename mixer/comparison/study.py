@@ -18,6 +18,7 @@ import torch
 from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
 from mixer.common.files import as_path, check_writable, read_json, results_locked, write_json
 from mixer.common.hardware import hardware
+from mixer.common.terminal import lasting_output
 from mixer.comparison.plan import Job, Run, data_options
 from mixer.comparison.report import write_report
 from mixer.data.config import Manifest
@@ -70,6 +71,7 @@ class Study:
         self.stopped = False
         self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
 
+    @lasting_output()
     def work(self, jobs: list[Job]) -> int:
         """Does all runs, writes the report, and returns the exit status: LEFT after a signal.
 

@@ -20,7 +20,7 @@ from mixer.common.errors import UserError, first_line
 from mixer.ops.plain import for_positions, seen_by_tap
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
-SHORT_WINDOW = 16  # MIXER_SHORT_WINDOW
+SHORT_WINDOW = 8  # MIXER_SHORT_WINDOW
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mixer.ops.cuda import rows
 from mixer.ops.keyed import AROUND, LARGEST_TILE, SHIFTS, Weights
 
 # Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
@@ -539,14 +538,22 @@ def dense(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
     """The tensors as kernels can read them, and how far apart their texts, and the tokens of a
     text, are.
     """
-    readable = [rows(x) for x in tensors]
+    readable = [
+        x if is_even(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors
+    ]
     return readable, [stride for x in readable for stride in x.stride()[:2]]
 
 
-def whole(x: Tensor) -> Tensor:
-    """x, or a copy, without gaps from a multiple of 16 bytes on. Compiled for other addresses, some
-    kernels give wrong numbers (Triton 3.6, H200).
+def is_even(x: Tensor) -> bool:
+    """Whether x begins at a multiple of 16 bytes, and texts and tokens stand multiples of 16
+    numbers apart. Triton compiles kernels anew for what does not, and some of these give wrong
+    numbers (Triton 3.6, H200, with loads ahead of their use).
     """
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in x.stride()[:2])
+
+
+def whole(x: Tensor) -> Tensor:
+    """x, or a copy, without gaps from a multiple of 16 bytes on, as `is_even`."""
     return (
         x
         if x.is_contiguous() and x.data_ptr() % 16 == 0

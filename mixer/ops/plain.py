@@ -129,7 +129,7 @@ def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
 
 
 def mix_rows(
-    memory: Tensor, rows: Tensor, bias: Tensor, residual: Tensor | None, positions: Tensor
+    memory: Tensor, rows: Tensor, bias: Tensor | None, residual: Tensor | None, positions: Tensor
 ) -> Tensor:
     """The triangular convolution of a few new tokens, given the inputs of all tokens so far.
 
@@ -138,7 +138,7 @@ def mix_rows(
             those of the new tokens included. A token does not read positions after its own.
         rows: the new tokens' rows of the weight, (batch or 1, heads, taps, new, length), as
             `rows_at` returns them.
-        bias: (heads, context).
+        bias: (heads, context), or None.
         residual: (batch, new, channels), or None.
         positions: (batch or 1, new) int64, of each new token; 1 if all texts have the same.
 
@@ -150,9 +150,9 @@ def mix_rows(
     products = (rows.flatten(2, 3) @ memory).unflatten(2, (taps, new))
     # A shift over the channels may come before or after the mixing of tokens. Shifting the few
     # results is cheaper than shifting all inputs.
-    y = at(positions, bias)[..., None].to(products.dtype)  # (batch or 1, heads, new, 1)
-    for tap in range(taps):
-        y = y + seen_by_tap(products[:, :, tap], tap, taps)
+    y = sum(seen_by_tap(products[:, :, tap], tap, taps) for tap in range(taps))
+    if bias is not None:
+        y = y + at(positions, bias)[..., None].to(y.dtype)  # (batch or 1, heads, new, 1)
     y = y.transpose(1, 2).flatten(2)
     # Under autocast the residual stream has the autocast type, as y has.
     return y if residual is None else y + residual.to(y.dtype)

@@ -301,13 +301,19 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
     they contradict is refused when the weights are read. A run that goes on has its own checkpoints
     for that, also where the weights that it began from are gone.
     """
-    begins = [run.train.init_from]
+    begins = [as_path(run.train.init_from)]
     if run.checkpoint.resume != "auto":
-        begins.insert(0, run.checkpoint.resume)
-    files = [*run.directory.glob("step-*/config.json")]
-    files += [as_path(name) / "config.json" for name in begins]
+        begins.insert(0, as_path(run.checkpoint.resume))
+    files = [*run.directory.glob("step-*/config.json"), *(path / "config.json" for path in begins)]
     file = next((file for file in files if file.is_file()), None)
-    options = saved_options(read_json(file, "give another checkpoint")) if file else {}
+    if file is None:
+        from mixer.checkpoints.pretrained import check_checkpoint  # which takes seconds
+
+        try:
+            check_checkpoint(begins[-1])  # says what is there instead
+        except UserError as error:
+            raise UserError(f"train.init_from: {error}") from None
+    options = saved_options(read_json(file, "give another checkpoint"))
     if "model.architecture" in keys and run.model.architecture != options.get("architecture"):
         return
     for name, value in options.items():

@@ -337,7 +337,8 @@ def check_start(trainer: dict[str, Any], now: str) -> None:
     begun from: a run that goes on has those weights, and reads no others.
     """
     before = dict(flatten(trainer.get("settings", {}))).get("train.init_from", now)
-    if before == now or (before and now and os.path.realpath(before) == os.path.realpath(now)):
+    folders = {os.path.realpath(as_path(name)) for name in (before, now)}
+    if before == now or (before and now and len(folders) == 1):
         return
     began = f"from {before}" if before else "without it"
     restore = f"set train.init_from={before}" if before else "leave it out"

@@ -9,6 +9,7 @@ from runs import read_lines, read_losses, refusal
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from mixer.common.errors import UserError
 from mixer.export import export
 from mixer.models.architecture import model_config
 from mixer.training.config import load_config
@@ -99,6 +100,15 @@ def test_the_options_of_the_model_come_from_the_checkpoint_by_themselves(
 def test_a_run_that_began_without_weights_takes_none_on_a_resume(write_config, finished):
     said = refusal(write_config(), f"train.init_from={finished / 'step-8'}", "train.steps=13")
     assert "but the run has begun without it: leave it out, or choose another name" in said
+
+
+def test_weights_that_are_not_there_are_refused_with_the_options(write_config, finished):
+    for given, said in (
+        (finished / "step-9", "there is no such directory; give .*best or .*step-8"),
+        (finished, "is a run, not a checkpoint: give "),
+    ):
+        with pytest.raises(UserError, match=f"^train.init_from: .*{said}"):
+            load_config(str(write_config(model={})), [f"train.init_from={given}", "name=tuned"])
 
 
 def swap_merges(source) -> None:

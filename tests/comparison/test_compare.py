@@ -70,6 +70,14 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
         main([*map(str, command[2:6]), *other])
 
 
+def test_a_comparison_goes_on_where_its_output_fails_as_that_of_a_closed_terminal_does(
+    train, tmp_path
+):
+    compared = start_python(*train({"runs": {"one": {}, "two": {}}}), output=Path("/dev/full"))
+    compared.join(60)
+    assert compared.exitcode == 0 and runs_in(tmp_path / "results.json").keys() == {"one", "two"}
+
+
 def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_path):
     """Mixing weights by lag are for the mixers of a comparison alone."""
     output, options = tmp_path / "compared", ["optim.name=muon", "model.mixing_weight=lags"]

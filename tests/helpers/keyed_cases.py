@@ -38,7 +38,7 @@ class Case:
     dtype: torch.dtype
     wide_weight: bool  # in float32
     form: str  # of FORMS
-    offset: int = 0  # at which a token's channels begin, in numbers: 1 is no multiple of 16 bytes
+    offset: int = 0  # of a token's channels, in numbers: with 1 none begins at 16 bytes
 
 
 def drawn(

@@ -28,9 +28,11 @@ def test_random_cases_are_right(seed):
 
 @pytest.mark.parametrize("tokens", [65, 256, 257, 700])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_queries_keys_and_values_may_begin_anywhere(tokens, dtype):
+@pytest.mark.parametrize("offset", [1, 8])
+def test_queries_keys_and_values_may_begin_anywhere(tokens, dtype, offset):
+    """With 8, tokens stand no multiple of 16 numbers apart."""
     sizes = {"batch": 2, "heads": 2, "key": 32, "value": 16, "tokens": tokens, "context": tokens}
-    check(Case(**sizes, dtype=dtype, wide_weight=True, form="lags", offset=1), "cuda")
+    check(Case(**sizes, dtype=dtype, wide_weight=True, form="lags", offset=offset), "cuda")
 
 
 @pytest.mark.parametrize("tokens", [512, 200])

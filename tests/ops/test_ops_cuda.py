@@ -19,7 +19,7 @@ BATCH = [1, 3, 32]
 HEADS = [1, 2, 4, 8]
 TAPS = [1, 1, 3]
 KINDS = ["weight", "lags"]
-WINDOWS = [None, 4, 16, 17, 64, 128, 300]  # None: as many lags as the context has tokens
+WINDOWS = [None, 4, 8, 9, 64, 128, 300]  # None: as many lags as the context has tokens
 DTYPES = [torch.float16, torch.bfloat16]
 NAMES = ("y", "dx", "dweight", "dbias", "dresidual")
 # The compute capabilities that kernels are written for, and the types that they take.
@@ -303,7 +303,7 @@ def test_a_row_that_is_nan_stays_in_its_row(kernels, pretend):
 
 
 @pytest.mark.parametrize("kernels", SETS)
-@pytest.mark.parametrize("window", [4, 16, 17, 128])
+@pytest.mark.parametrize("window", [4, 8, 9, 128])
 def test_windows_are_causal_and_end_bit_for_bit(kernels, window, pretend):
     """Blocks of tokens further apart than the window never meet, whatever stands there."""
     pretend(kernels)

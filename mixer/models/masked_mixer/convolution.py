@@ -68,7 +68,7 @@ class TriangularConv(nn.Module):
         self.config, self.backend = config, config.mixing_backend
         self.window = self.context  # how many of the last tokens a token mixes
         self.make_weight()
-        self.bias = nn.Parameter(torch.empty(self.heads, self.biases()))
+        self.bias = self.make_bias()
         self._draw()
 
     def make_weight(self) -> None:
@@ -76,9 +76,8 @@ class TriangularConv(nn.Module):
         square = (self.heads, self.taps, self.context, self.context)
         self.weight = nn.Parameter(torch.empty(square))
 
-    def biases(self) -> int:
-        """How many numbers of bias a head has; later tokens have the last."""
-        return self.context
+    def make_bias(self) -> nn.Parameter | None:
+        return nn.Parameter(torch.empty(self.heads, self.context))
 
     def mixing_weight(self) -> Tensor:
         """(heads, taps, context, context), output first; the strict upper triangle is not read."""
@@ -137,7 +136,7 @@ class TriangularConv(nn.Module):
         own = [part for part in self.parameters(recurse=False) if part is not self.bias]
         # transformers calls this for loaded weights too, which must not change, and for those that
         # it leaves on a disk.
-        if not (self.bias.is_meta or any(getattr(p, "_is_hf_initialized", False) for p in own)):
+        if not any(p.is_meta or getattr(p, "_is_hf_initialized", False) for p in own):
             self._start()
 
     def _draw(self) -> None:
@@ -147,7 +146,7 @@ class TriangularConv(nn.Module):
                 initialization.normal_(parameter, std=math.sqrt(2) * bound)
             else:
                 initialization.uniform_(parameter, -bound, bound)
-        if self.config.kaiming_init:
+        if self.config.kaiming_init and self.bias is not None:
             initialization.zeros_(self.bias)
 
     def _start(self) -> None:
@@ -166,7 +165,8 @@ class TriangularConv(nn.Module):
         """By lag, (heads, taps, window): a head passes on the token LAGS[block + head] places back,
         or the window's last, by the tap that looks at the same channel.
         """
-        lags = torch.zeros(self.heads, self.taps, self.window, device=self.bias.device)
+        device = next(self.parameters()).device
+        lags = torch.zeros(self.heads, self.taps, self.window, device=device)
         for head in range(self.heads):
             lag = LAGS[(self.place[0] + head) % len(LAGS)]
             lags[head, (self.taps - 1) // 2, min(lag, self.window - 1)] = 1.0
@@ -217,7 +217,7 @@ class KeyedConv(TriangularConv):
 class LagConv(TriangularConv):
     """A TriangularConv whose parameters are `lags` (heads, taps, window) and `bias`. Texts may have
     any length; each token mixes the last `window` tokens: mixing_window, or the context. With a
-    mixing_window nothing depends on the context, and the bias is one number a head.
+    mixing_window there is no bias, so nothing depends on the context.
     """
 
     def make_weight(self) -> None:
@@ -225,8 +225,8 @@ class LagConv(TriangularConv):
         self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.window))
         self.register_buffer("decay", None)
 
-    def biases(self) -> int:
-        return 1 if self.config.mixing_window else self.context
+    def make_bias(self) -> nn.Parameter | None:
+        return None if self.config.mixing_window else super().make_bias()
 
     def mixing_weight(self) -> Tensor:
         return weight_by_lag(self.lags, self.decay, self.context)
@@ -261,8 +261,8 @@ class KeyedLagConv(LagConv, KeyedConv):
         self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
         self.register_buffer("decay", torch.zeros(self.heads))
 
-    def biases(self) -> int:
-        return self.context
+    def make_bias(self) -> nn.Parameter:
+        return KeyedConv.make_bias(self)
 
     def operands(self) -> dict[str, Tensor | None]:
         return {"weight": None, "lags": self.lags, "decay": self.decay}

@@ -28,7 +28,7 @@
 #include <stdint.h>
 
 #define MIXER_STRIP_ROWS 128
-#define MIXER_SHORT_WINDOW 16  // lags that short_conv.cu takes
+#define MIXER_SHORT_WINDOW 8  // lags that short_conv.cu takes
 
 enum MixerDtype { MIXER_FLOAT32 = 0, MIXER_FLOAT16 = 1, MIXER_BFLOAT16 = 2 };
 

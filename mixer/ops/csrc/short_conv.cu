@@ -1,10 +1,11 @@
-// A weight by lag with a short window, W[h,i,j] = lags[h, i - j] for up to 16 lags:
+// A weight by lag with a short window, W[h,i,j] = lags[h, i - j] for up to 8 lags:
 //
 //   y[b,i,c] = bias[h,i] + residual[b,i,c] + sum over k < window of lags[h,k] * x[b,i-k,c],
 //   dx[b,j,c] = sum over k of lags[h,k] * dy[b,j+k,c],
 //   dlags[h,k] = sum over b, j and c of dy[b,j+k,c] * x[b,j,c].
 //
-// Memory limits this, not arithmetic, so there are no tiles and no tensor cores: forward reads x and
+// Memory limits this, not arithmetic, so there are no tiles and no tensor cores (which take over
+// where arithmetic would limit it, from 9 lags on): forward reads x and
 // writes y once; the gradients come from one pass that reads x and dy and writes dx once. A thread
 // computes a *run* of tokens in 8 channels of a head. The tokens around a run, which the window
 // needs too, belong to other runs of the same block and come from the cache.
@@ -249,7 +250,6 @@ __global__ void __launch_bounds__(kWarp)
 template <typename Function>
 auto with_lags(const TriangularConvParams& params, Function function) {
   if (params.window <= 4) return function(std::integral_constant<int, 4>());
-  if (params.window <= 8) return function(std::integral_constant<int, 8>());
   return function(std::integral_constant<int, MIXER_SHORT_WINDOW>());
 }
 
