@@ -24,12 +24,8 @@ COMMANDS = {
     "compare": Command("mixer.compare", "train backends and transformers side by side"),
     "curves": Command("mixer.report", "plot the losses of runs"),
     "inspect": Command("mixer.inspect", "draw the mixing matrices of a checkpoint"),
-    "representation": Command(
-        "mixer.representation", "how much of a text each layer's output keeps"
-    ),
-    "convert": Command(
-        "mixer.convert", "from and to the reference implementation, or between forms"
-    ),
+    "representation": Command("mixer.representation", "how much of a text each layer keeps"),
+    "convert": Command("mixer.convert", "checkpoints from and to the reference implementation"),
     "export": Command("mixer.export", "turn a checkpoint into a directory to publish"),
     "doctor": Command("mixer.doctor", "whether the CUDA kernels work here, and what to do if not"),
 }
