@@ -116,7 +116,8 @@ def build_mixer(options: argparse.Namespace, mixing_weight: str) -> MaskedMixerF
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    if options.device == "cuda" and (reason := cuda.device_reason(0)):
+    reason = cuda.device_reason(0) if options.device == "cuda" else None
+    if reason:
         raise UserError(f"nothing to measure: {reason}")
     names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")
     settings = {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"}
@@ -178,7 +179,8 @@ def time_generate(
         short_mb = decoding_mb(generate, short_ids)
         long_mb = decoding_mb(generate, ids)
     except torch.OutOfMemoryError:
-        return dict.fromkeys(("ms_per_token", "tokens_per_second", "short_mb", "long_mb"), math.nan)
+        unmeasured = ("ms_per_token", "tokens_per_second", "short_mb", "long_mb")
+        return dict.fromkeys(unmeasured, math.nan)
     ms = 1e3 * (whole_s - first_s) / (new - 1)
     return {
         "first_token_s": first_s,

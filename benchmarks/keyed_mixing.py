@@ -112,7 +112,8 @@ def mixings(heads: int) -> dict[str, Callable]:
 
 
 def rows(context: int, heads: int, key_size: int, value_size: int) -> list[dict]:
-    torch.compiler.reset()  # which compiles a function for a few shapes only, then runs it as it is
+    # The compiler compiles a function for a few shapes only, then runs it as it is.
+    torch.compiler.reset()
     calls = mixings(heads)
     *tensors, dy = inputs(context, heads, key_size, value_size)
     arguments = dict.fromkeys(calls, tensors)

@@ -149,7 +149,8 @@ class Bench:
         """The launcher of a run. It is stopped if the block fails."""
         command = [sys.executable]
         if count > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+            command += ["-m", "torch.distributed.run"]
+            command += ["--standalone", f"--nproc_per_node={count}"]
         command += ["train.py", *settings, *self.overrides]
         command += [f"name={name}", f"output_dir={self.folder}"]
         command += [f"data.directory={self.folder}/data"]

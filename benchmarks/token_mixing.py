@@ -127,7 +127,8 @@ def measure(options: argparse.Namespace) -> dict:
     timing.set_tf32(True)
     device = options.device
     planned = shapes(options)
-    if device == "cuda" and (reason := cuda.device_reason(0)):
+    reason = cuda.device_reason(0) if device == "cuda" else None
+    if reason:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, device)
     result |= {"rounds": options.rounds, "batch_ms": options.batch_ms}

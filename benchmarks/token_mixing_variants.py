@@ -73,7 +73,9 @@ class Data:
         self.shape = shape
         self.device = device
         self.kernels = cuda if device == "cuda" else plain_kernels
-        cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+        cache_bytes = 0
+        if device == "cuda":
+            cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
         weight_bytes = shape.heads * shape.tokens**2 * shape.torch_dtype.itemsize
         count = max(2, 3 * cache_bytes // (shape.activation_bytes + weight_bytes) + 1)
         self.slots = [self.slot() for _ in range(count)]

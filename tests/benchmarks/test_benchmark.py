@@ -64,7 +64,9 @@ def test_measures_and_draws_without_matplotlib_but_for_the_picture(tmp_path):
     run_python(*command, output=tmp_path / "printed")
     result, text = results(output)
     assert result["hardware"]["device"] == "cpu"
-    cases = {(case["suite"], case["operation"], case["tokens"]): case for case in result["cases"]}
+    cases = {}
+    for case in result["cases"]:
+        cases[case["suite"], case["operation"], case["tokens"]] = case
     operations = "forward grad_input grad_weight fused pack autograd".split()
     main = {("main", name, tokens) for name in operations for tokens in (48, 128)}
     assert main == {key for key in cases if key[0] == "main"}

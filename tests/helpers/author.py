@@ -96,7 +96,12 @@ class LanguageMixer(nn.Module):
 
 
 def losses_of(
-    model: nn.Module, batches: Iterable[Tensor], padding: int, steps: int, warmup: int, rate: float
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    padding: int,
+    steps: int,
+    warmup: int,
+    rate: float,
 ) -> list[float]:
     """Trains a model as the author does: the mean loss of a batch's tokens that are not padding,
     gradients clipped at 1, AdamW without weight decay, and a linear schedule.

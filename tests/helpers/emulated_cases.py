@@ -121,13 +121,12 @@ def main(path, capability, seed, count, operation="any", least=0, most=10000) ->
     torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
     emulate(path, int(capability))
     tokens = [value for value in TOKENS if int(least) <= value <= int(most)]
+    dtypes = [torch.float16] if int(capability) == 70 else [torch.float16, torch.bfloat16]
     for number in range(int(count)):
-        check(
-            OPERATIONS[number % 3] if operation == "any" else operation,
-            tokens[number % len(tokens)] if number % 2 else random.choice(tokens),
-            [torch.float16] if int(capability) == 70 else [torch.float16, torch.bfloat16],
-            [2, 3, 4, 6],
-        )
+        checked = OPERATIONS[number % 3] if operation == "any" else operation
+        # Every size in turn, and between them any.
+        size = tokens[number % len(tokens)] if number % 2 else random.choice(tokens)
+        check(checked, size, dtypes, processors=[2, 3, 4, 6])
 
 
 def run_cases(library: Path, output: Path, *arguments, status: int = 0) -> None:

@@ -13,7 +13,12 @@ from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv
 CODE = {path.name for path in Path(masked_mixer.__file__).parent.glob("*.py")} - {"__init__.py"}
 CODE |= {"options.py", "plain.py"}  # from other folders of the package
 
-SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 12,
+}
 # Every way of mixing tokens, which the tests of models and of generation are repeated for.
 MIXINGS = {
     "flat": {},

@@ -38,7 +38,14 @@ class Repeat(nn.Module):
 
 
 class Heads(nn.Module):
-    def __init__(self, width: int, context: int, forms: list[str], decay: bool, projections: bool):
+    def __init__(
+        self,
+        width: int,
+        context: int,
+        forms: list[str],
+        decay: bool,
+        projections: bool,
+    ):
         super().__init__()
         self.mixer_heads = nn.ModuleList(Repeat(context, form, decay) for form in forms)
         self.projections = projections

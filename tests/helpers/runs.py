@@ -32,7 +32,8 @@ TIMES |= {"data_wait_share", "peak_memory_gb"}
 
 
 def read_lines(run_directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    text = (run_directory / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def read_timeless(run_directory: Path) -> list[dict]:

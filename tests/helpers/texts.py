@@ -114,7 +114,8 @@ def save_tokenizer(folder: Path, variant: str) -> str:
 
 def sentencepiece_backend() -> Tokenizer:
     """Bytes and a few letters, decoded as SentencePiece does: ▁ is a space."""
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghij012345678"]
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "</s>", *byte_pieces, *"▁abcdefghij012345678"]
     ids = {piece: number for number, piece in enumerate(pieces)}
     backend = Tokenizer(models.BPE(ids, [], byte_fallback=True))
     backend.decoder = decoders.Sequence(
