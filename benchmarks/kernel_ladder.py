@@ -157,7 +157,7 @@ def unavailable(version: int) -> str | None:
 class Problem:
     def __init__(self, batch: int, tokens: int, channels: int, device: str = "cuda"):
         weight = torch.randn(tokens, tokens, device=device, dtype=torch.bfloat16) * tokens**-0.5
-        columns = cuda.packed_shape(1, tokens, by_lag=False)[2]
+        columns = cuda.packed_shape(1, tokens, window=0)[2]
         self.weight = F.pad(weight.tril(), (0, columns - tokens))
         self.square = self.weight[:, :tokens]
         self.x = torch.randn(batch, tokens, channels, device=device, dtype=torch.bfloat16)
