@@ -23,7 +23,8 @@ from mixer.training.loop import train
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 CASES = int(os.environ.get("FUZZ_CASES", "3000"))
-IN_SLICE, AT_ONCE = 16, 100
+IN_SLICE = 16  # cases of `make test`
+AT_ONCE = 100  # cases of one slow test
 PATIENCE = 40  # seconds
 LAST = "runs/small/step-4"
 
@@ -83,11 +84,16 @@ def material(tmp_path_factory) -> Path:
 
 def in_folder(folder: Path, output: Path, *arguments: str) -> int | None:
     """The exit status of a command in a forked process; None where it takes too long."""
-    cache = str(
-        folder / ".cache"
-    )  # also what ~ is, for all but matplotlib, which lists fonts there
-    own = {"MIXER_CACHE": cache, "HOME": cache, "MPLCONFIGDIR": get_cachedir()}
-    process = start_python(*arguments, output=output, directory=folder, **own)
+    # Also what ~ is, but for matplotlib, which lists fonts there.
+    cache = str(folder / ".cache")
+    process = start_python(
+        *arguments,
+        output=output,
+        directory=folder,
+        MIXER_CACHE=cache,
+        HOME=cache,
+        MPLCONFIGDIR=get_cachedir(),
+    )
     process.join(PATIENCE)
     if process.exitcode is None:
         process.kill()
@@ -113,63 +119,68 @@ def spoil(folder: Path, command: str, random: Random) -> tuple[list[str], str]:
         arguments.append(option(random))
         return arguments, arguments[-1]
     if random.random() < 0.1:
-        place = random.randrange(2, len(arguments))
-        arguments[place] = random.choice(TEXTS).replace("\0", "")  # which no system passes on
-        return arguments, f"argument {place} is {arguments[place]!r:.40}"
-    read = sorted({path for one in COMMANDS[command].split() for path in folder.glob(one)})
+        index = random.randrange(2, len(arguments))
+        arguments[index] = random.choice(TEXTS).replace("\0", "")  # which no system passes on
+        return arguments, f"argument {index} is {arguments[index]!r:.40}"
+    patterns = COMMANDS[command].split()
+    read = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     file = random.choice([path for path in read if path.is_file() and path.suffix != ".py"])
     allowed = [*MUTATIONS] if file.suffix in (".json", ".jsonl") else ["bytes", "file"]
-    how = random.choice(allowed)
-    return arguments, f"{file.relative_to(folder)}: {how}, {MUTATIONS[how](file, random)}"
+    mutation = random.choice(allowed)
+    change = MUTATIONS[mutation](file, random)
+    return arguments, f"{file.relative_to(folder)}: {mutation}, {change}"
 
 
 def problem(folder: Path, seed: int) -> str | None:
     """What is wrong with a case, by its seed; None where nothing is."""
     random = Random(seed)
     name = random.choice([*COMMANDS])
-    arguments, done = spoil(folder, name, random)
-    before, printed = files(folder), folder.with_suffix(".printed")
-    status = in_folder(folder, printed, *arguments)
-    said = printed.read_text(errors="replace") if printed.exists() else ""
-    new = {path for path in files(folder) - before if not path.startswith(".cache")}
+    arguments, change = spoil(folder, name, random)
+    files_before = files(folder)
+    output = folder.with_suffix(".printed")
+    status = in_folder(folder, output, *arguments)
+    printed = output.read_text(errors="replace") if output.exists() else ""
+    new = {path for path in files(folder) - files_before if not path.startswith(".cache")}
     wrong = []
     if status is None:
         wrong.append(f"it took more than {PATIENCE} s")
     elif status < 0:
         wrong.append(f"it died of signal {-status}")
-    if "Traceback (most recent call last)" in said:
+    if "Traceback (most recent call last)" in printed:
         wrong.append("a traceback")
-    if status and "error: " not in said:
+    if status and "error: " not in printed:
         wrong.append(f"status {status} without a message")
     # What was made before training failed may stay: prepared data, and a run that has begun.
     begun = any(path.endswith("metrics.jsonl") for path in new)
     left = {path for path in new if not path.startswith("prepared")} if status else set()
-    if status and arguments[0] == LIMITED and in_folder(folder, printed, *arguments[2:]) != 0:
+    if status and arguments[0] == LIMITED and in_folder(folder, output, *arguments[2:]) != 0:
         wrong.append("it does not work where there is space")
     if left and not begun:
         wrong.append(f"left behind: {', '.join(sorted(left)[:5])}")
     if not wrong:
         return None
-    return f"seed {seed}, {name}, {done}: {'; '.join(wrong)}\n{said[-2000:]}"
+    return f"seed {seed}, {name}, {change}: {'; '.join(wrong)}\n{printed[-2000:]}"
 
 
 def problems(material: Path, folder: Path, seeds: range) -> list[str]:
-    found = []
+    descriptions = []
     for seed in seeds:
         case = folder / str(seed)
         shutil.copytree(material, case, symlinks=True)
-        found.append(problem(case, seed))
+        if description := problem(case, seed):
+            descriptions.append(description)
         shutil.rmtree(case)
-    return [each for each in found if each]
+    return descriptions
 
 
 def test_a_slice_of_all_cases(material, tmp_path):
-    found = problems(material, tmp_path, range(SEED, SEED + IN_SLICE))
-    assert not found, "\n\n".join(found)
+    descriptions = problems(material, tmp_path, range(SEED, SEED + IN_SLICE))
+    assert not descriptions, "\n\n".join(descriptions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SEED, SEED + CASES, AT_ONCE))
 def test_spoiled_input_works_or_is_refused(material, tmp_path, first):
-    found = problems(material, tmp_path, range(first, min(first + AT_ONCE, SEED + CASES)))
-    assert not found, "\n\n".join(found)
+    seeds = range(first, min(first + AT_ONCE, SEED + CASES))
+    descriptions = problems(material, tmp_path, seeds)
+    assert not descriptions, "\n\n".join(descriptions)
