@@ -167,7 +167,7 @@ def step_text(times: dict[str, dict]) -> str:
 
 
 def generation_table(rows: list[dict]) -> str:
-    head = [""]
+    head = ["generation"]
     for length in GENERATED:
         head += [f"ms a token after {length:,}", f"cache bytes after {length:,}"]
     cells = []

@@ -6,6 +6,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from random import Random
 
+import yaml
+
 from mixer.training.config import RunConfig
 
 # Values for options, as YAML on a command line or in a file.
@@ -82,11 +84,12 @@ def spoil_file(file: Path, random: Random) -> str:
     return f"{replacement} in its place"
 
 
-def spoil_json(file: Path, random: Random) -> str:
-    """Replaces or removes a value anywhere in a JSON file, or in one line of several."""
+def spoil_value(file: Path, random: Random) -> str:
+    """Replaces or removes a value anywhere in a JSON or YAML file, or in one line of several."""
+    is_yaml = file.suffix == ".yaml"
     lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
     number = random.randrange(len(lines))
-    document = {"root": json.loads(lines[number])}
+    document = {"root": yaml.safe_load(lines[number]) if is_yaml else json.loads(lines[number])}
     holders = list(_holders(document))
     holder, key = random.choice(holders)
     value = random.choice(VALUES)
@@ -96,7 +99,8 @@ def spoil_json(file: Path, random: Random) -> str:
     else:
         holder[key] = value
         change = f"{key!r} is {value!r:.40}"
-    lines[number] = json.dumps(document["root"])
+    root = document["root"]
+    lines[number] = yaml.safe_dump(root) if is_yaml else json.dumps(root)
     file.unlink()
     file.write_text("\n".join(lines) + "\n")
     return f"line {number + 1}: {change}"
@@ -114,5 +118,5 @@ def _holders(value):
 MUTATIONS: dict[str, Callable[[Path, Random], str]] = {
     "bytes": spoil_bytes,
     "file": spoil_file,
-    "json": spoil_json,
+    "value": spoil_value,
 }

@@ -17,10 +17,12 @@ import yaml
 from launching import start_python
 from matplotlib import get_cachedir
 from mutations import MUTATIONS, TEXTS, option
+from runs import ROOT
 
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
+SECTIONS = ("model", "data", "train", "optim", "logging")
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 CASES = int(os.environ.get("FUZZ_CASES", "3000"))
 IN_SLICE = 16  # cases of `make test`
@@ -32,6 +34,8 @@ LAST = "runs/small/step-4"
 TRAIN = "train --config config.yaml name=new"
 PARQUET = "data.directory=prepared data.source=parquet data.path=text/b.parquet"
 LIMITED = str(Path(__file__).with_name("limited.py"))
+PAIRS = "data.path=text/pairs.jsonl data.pair_field=answer train.objective=contrastive"
+TRAIN_PLAN = str(ROOT / "benchmarks/train_plan.py")
 OF_LAST = f"{LAST}/*"
 TRAINED = f"{LAST}/* {LAST}/trainer_state/*"
 # Commands, and the patterns of the files that they read.
@@ -39,6 +43,10 @@ COMMANDS = {
     f"{TRAIN} train.steps=2": "config.yaml data/* text/*",
     f"{TRAIN} train.steps=2 data.directory=prepared": "config.yaml text/*",
     f"{TRAIN} train.steps=1 {PARQUET}": "text/b.parquet",
+    f"{TRAIN} train.steps=2 data.directory=prepared {PAIRS}": "config.yaml text/pairs.jsonl",
+    f"{TRAIN} train.steps=2 data.directory=prepared data.source=copy data.path=": "config.yaml",
+    "train_plan plan.yaml --output out": "plan.yaml text/a.jsonl",
+    "train_plan kinds.yaml --output out": "kinds.yaml",
     "train --config config.yaml train.steps=6": f"data/* runs/small/* {TRAINED}",
     f"eval --checkpoint {LAST} --device cpu --output out": f"{OF_LAST} data/*",
     f"eval --checkpoint {LAST} --text text/a.jsonl --output out": f"{OF_LAST} text/*",
@@ -62,6 +70,8 @@ def material(tmp_path_factory) -> Path:
     rows = pandas.DataFrame({"text": [f"{text}{number}" for number in range(12)]})
     rows.to_json(folder / "text/a.jsonl", orient="records", lines=True)
     rows.to_parquet(folder / "text/b.parquet")
+    rows["answer"] = [f"the answer is {number} of {len(rows)}" for number in range(len(rows))]
+    rows.to_json(folder / "text/pairs.jsonl", orient="records", lines=True)
     config = {
         "name": "small",
         "model": {"hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 16},
@@ -73,6 +83,16 @@ def material(tmp_path_factory) -> Path:
     }
     config["data"] |= {"vocab_size": 300, "validation_fraction": 0.3}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    common = {
+        f"{section}.{key}": value for section in SECTIONS for key, value in config[section].items()
+    }
+    common |= {"train.steps": 2, "optim.lr": 1e-3}
+    plan = {"common": common, "runs": {"one": {}, "two": {"model.num_mixer_heads": 2}}}
+    (folder / "plan.yaml").write_text(yaml.safe_dump(plan | {"seeds": [1], "reference": "one"}))
+    del common["train.steps"]
+    plan = {"common": common, "kinds": {"flat": {8: {}}}, "seconds": 0.01, "rates": [1e-3]}
+    plan |= {"sweep_share": 0.5, "seeds": []}
+    (folder / "kinds.yaml").write_text(yaml.safe_dump(plan))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train(load_config("config.yaml", []))
@@ -106,13 +126,20 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
+def words(command: str) -> list[str]:
+    """What Python gets for one of COMMANDS."""
+    module, *options = command.split()
+    program = [TRAIN_PLAN] if module == "train_plan" else ["-m", f"mixer.{module}"]
+    return [*program, *options]
+
+
 def spoil(folder: Path, command: str, random: Random) -> tuple[list[str], str]:
     """Spoils an option or a file of a command, or the disk; returns its arguments, and what was
     done.
     """
-    module, *options = command.split()
-    arguments = ["-m", f"mixer.{module}", *options]
-    if random.random() < 0.1:
+    arguments = words(command)
+    module = command.split()[0]
+    if random.random() < 0.1 and module != "train_plan":
         size = random.randrange(3_000, 40_000)
         return [LIMITED, str(size), *arguments], f"no file beyond {size} bytes"
     if module == "train" and random.random() < 0.4:
@@ -125,7 +152,7 @@ def spoil(folder: Path, command: str, random: Random) -> tuple[list[str], str]:
     patterns = COMMANDS[command].split()
     read = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     file = random.choice([path for path in read if path.is_file() and path.suffix != ".py"])
-    allowed = [*MUTATIONS] if file.suffix in (".json", ".jsonl") else ["bytes", "file"]
+    allowed = [*MUTATIONS] if file.suffix in (".json", ".jsonl", ".yaml") else ["bytes", "file"]
     mutation = random.choice(allowed)
     change = MUTATIONS[mutation](file, random)
     return arguments, f"{file.relative_to(folder)}: {mutation}, {change}"
@@ -171,6 +198,15 @@ def problems(material: Path, folder: Path, seeds: range) -> list[str]:
             descriptions.append(description)
         shutil.rmtree(case)
     return descriptions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_works_while_nothing_is_spoiled(material, tmp_path, command):
+    folder = tmp_path / "whole"
+    shutil.copytree(material, folder, symlinks=True)
+    output = tmp_path / "printed"
+    assert in_folder(folder, output, *words(command)) == 0, output.read_text()
 
 
 def test_a_slice_of_all_cases(material, tmp_path):
