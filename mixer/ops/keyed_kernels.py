@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mixer.ops.keyed import AROUND, LARGEST_TILE, SHIFTS, Weights
+from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, Weights
 
 # Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
 # registers of a thread (None: as many as the compiler takes), with at most the 99 KB of shared

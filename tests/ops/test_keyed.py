@@ -15,8 +15,8 @@ import torch
 from toolchain import first_and_slow
 
 from mixer.ops import keyed_conv, plain
-from mixer.ops.keyed import AROUND, LARGEST_TILE, SHIFTS, strips_of
 from mixer.ops.plain import weight_by_lag
+from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, strips_of
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "mixer" / "ops" / "keyed_kernels.py"

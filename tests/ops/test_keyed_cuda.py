@@ -9,7 +9,7 @@ from keyed_cases import Case, check, drawn
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.convolution import KeyedConv
 from mixer.ops import keyed, keyed_conv
-from mixer.ops.keyed import weights_of
+from mixer.ops.strips import weights_of
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
