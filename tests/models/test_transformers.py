@@ -21,8 +21,12 @@ from transformers import (
 )
 
 from mixer.data.tokenizer import train_tokenizer
-from mixer.models.masked_mixer.configuration import AUTO_MAP, copy_code
+from mixer.models.masked_mixer.configuration import AUTO_MAP, code_files, copy_code
 
+COPIED = (
+    "# Copied beside every saved model: "
+    "it imports from this package only files that are copied too.\n"
+)
 SETTINGS = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
 LOAD_ELSEWHERE = """
 import pathlib, sys, torch
@@ -51,6 +55,15 @@ def test_modeling_itself_imports_every_other_file_of_the_saved_code(tmp_path):
     copy_code(tmp_path)
     imported = re.findall(r"^from \.(\w+) import", (tmp_path / "modeling.py").read_text(), re.M)
     assert {f"{name}.py" for name in imported} == CODE - {"modeling.py"}
+
+
+def test_files_that_are_copied_beside_a_model_say_so_and_import_no_others():
+    copied = code_files()
+    files = (ROOT / "mixer").rglob("*.py")
+    assert {path for path in files if path.read_text().startswith(COPIED)} == set(copied)
+    for path in copied:
+        imported = re.findall(r"^ *from (?:mixer\.\w+)?\.(\w+) import", path.read_text(), re.M)
+        assert set(imported) <= {each.stem for each in copied}, path
 
 
 def test_the_saved_code_loads_where_the_package_is_absent_or_not_imported(tmp_path):
