@@ -145,7 +145,7 @@ def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
             if start == 44:
                 model(ids[:, :3].flip(1), past_key_values=cache)
                 cache.crop(-3)
-        largest = max(memory.shape[2] for memory in cache.kept.values())
+        largest = max(memory.shape[2] for memory in cache.memories.values())
         assert largest <= model.config.max_position_embeddings + model.config.suffix_match + 3
         with pytest.raises(ValueError, match="last 4 of 90 tokens .* allowed: 3"):
             cache.crop(-4)
@@ -204,7 +204,7 @@ def test_half_precision_steps_are_those_of_the_full_forward(dtype, form):
     step = model(ids[:, 8:9], past_key_values=cache).logits
     memory_dtype = torch.float32 if form == "mixed" else dtype  # a sum keeps more digits
     assert step.dtype == dtype
-    assert {memory.dtype for memory in cache.kept.values()} == {memory_dtype}
+    assert {memory.dtype for memory in cache.memories.values()} == {memory_dtype}
     torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
 
 

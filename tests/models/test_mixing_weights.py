@@ -84,7 +84,7 @@ def test_steps_behind_the_context_are_those_of_the_forward_and_the_state_does_no
     for start, end in ((0, 5), (5, 40), *((i, i + 1) for i in range(40, 50))):
         logits = model(ids[:, start:end], past_key_values=cache).logits
         torch.testing.assert_close(logits, expected[:, start:end], rtol=1e-4, atol=1e-4)
-        sizes.add(tuple(memory.shape for memory in cache.kept.values()))
+        sizes.add(tuple(memory.shape for memory in cache.memories.values()))
     assert sizes == {((2, 16), (2, 16))} and cache.get_seq_length() == 50
 
 

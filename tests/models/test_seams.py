@@ -105,4 +105,4 @@ def test_blocks_may_have_different_numbers_of_convolutions(counts, static, monke
     cache = MixingCache(model.config, static)
     written = generate(model, ids, past_key_values=cache)
     assert torch.equal(written, generate(model, ids, use_cache=False))
-    assert len(cache.kept) == sum(counts)
+    assert len(cache.memories) == sum(counts)

@@ -54,7 +54,7 @@ class MixingCache(Cache):
         self.room = room or math.inf
         self.length = 0
         self.longest = 0  # length that this text has had, before tokens were dropped
-        self.kept: dict[ModuleId, Tensor] = {}
+        self.memories: dict[ModuleId, Tensor] = {}
         self.positions: Tensor | None = None
         self.has_padding = False
         self.captured: CapturedStep | None = None
@@ -71,7 +71,7 @@ class MixingCache(Cache):
     def memory(self, module_id: ModuleId, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A module's memory: zeros for a new text, or what an earlier text left."""
         if self.is_empty:
-            memory = self.kept.get(module_id)
+            memory = self.memories.get(module_id)
             fits = (
                 memory is not None
                 and memory.shape == shape
@@ -79,8 +79,8 @@ class MixingCache(Cache):
                 and memory.device == x.device
             )
             if not fits:
-                self.kept[module_id] = x.new_zeros(shape, dtype=dtype)
-        return self.kept[module_id]
+                self.memories[module_id] = x.new_zeros(shape, dtype=dtype)
+        return self.memories[module_id]
 
     def append(self, module_id: ModuleId, new: Tensor, reach: int) -> Tensor:
         """Keeps inputs (batch, heads, new, channels of a head) of which a token reads the last
@@ -102,7 +102,7 @@ class MixingCache(Cache):
         """The columns of the tokens so far, and of `new` more: (batch, heads, columns, channels of
         a head); all columns if the cache is static.
         """
-        memory = self.kept[module_id]
+        memory = self.memories[module_id]
         return memory if self.static else memory[:, :, : self.length + new]
 
     def lags(self, module_id: ModuleId, inputs: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class MixingCache(Cache):
         returned: (batch or 1, new, columns) int64. More than the new token's position if the column
         has no token of this text.
         """
-        columns = self.kept[module_id].shape[2]
+        columns = self.memories[module_id].shape[2]
         column = torch.arange(inputs.shape[2], device=inputs.device)
         return (self.positions.clamp(min=0)[..., None] - column) % columns
 
@@ -118,7 +118,7 @@ class MixingCache(Cache):
         """Inputs that `append` has returned, from the earliest token that has a column on, and that
         token's position: (batch, heads, columns, channels of a head), (batch or 1, 1).
         """
-        columns = self.kept[module_id].shape[2]
+        columns = self.memories[module_id].shape[2]
         last = self.positions.amax(1, keepdim=True)
         first = (last + 1 - columns).clamp(min=0)
         column = torch.arange(inputs.shape[2], device=inputs.device)
@@ -165,7 +165,7 @@ class MixingCache(Cache):
 
     def reset(self) -> None:
         self.length = self.longest = 0
-        for memory in self.kept.values():
+        for memory in self.memories.values():
             memory.zero_()
 
     @property
@@ -185,7 +185,7 @@ class MixingCache(Cache):
                 "prompt lookup and assistants"
             )
         remaining = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
-        columns = min((memory.shape[2] for memory in self.kept.values()), default=math.inf)
+        columns = min((memory.shape[2] for memory in self.memories.values()), default=math.inf)
         if self.longest > columns and self.longest - remaining > SPARE:
             dropped = self.longest - remaining
             raise ValueError(
@@ -198,20 +198,21 @@ class MixingCache(Cache):
     @property
     def batch(self) -> int:
         """How many texts there are; 0 before the first token."""
-        return 0 if self.is_empty else len(next(iter(self.kept.values())))
+        return 0 if self.is_empty else len(next(iter(self.memories.values())))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each text, such as a prompt that several texts continue."""
         self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.kept = {
-            module_id: memory[indices.to(memory.device)] for module_id, memory in self.kept.items()
+        self.memories = {
+            module_id: memory[indices.to(memory.device)]
+            for module_id, memory in self.memories.items()
         }
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
-        for memory in self.kept.values():
+        for memory in self.memories.values():
             memory.copy_(memory.index_select(0, beam_idx.to(memory.device)))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -230,7 +231,7 @@ class CapturedStep:
         parameters = blocks.__self__.parameters()
         self.addresses = [(parameter, parameter.data_ptr()) for parameter in parameters]
         # A reference keeps these tensors alive: the graph writes to their memory.
-        self.memories = list(cache.kept.values())
+        self.memories = list(cache.memories.values())
         self.input_ids = input_ids.clone()
         self.positions = cache.positions.clone()
         cache.positions = self.positions
@@ -253,7 +254,7 @@ class CapturedStep:
         return (
             blocks == self.blocks
             and shapes == (self.input_ids.shape, self.positions.shape)
-            and list(map(id, cache.kept.values())) == list(map(id, self.memories))
+            and list(map(id, cache.memories.values())) == list(map(id, self.memories))
             and all(parameter.data_ptr() == address for parameter, address in self.addresses)
         )
 
