@@ -1,34 +1,34 @@
 """Reach against loss: a picture and a table of the results of benchmarks/plans/reach.yaml.
 
-    python benchmarks/reach.py benchmarks/results/reach_512_h200.json --picture docs/reach.png
+    python benchmarks/reach.py benchmarks/results/reach_512_h200.json --output PATH
 
-Prints the table as Markdown. A loss is the mean over seeds; the reach of "all lags" is the context.
+Writes PATH.png and PATH.md. A loss is the mean over seeds; the window of "all lags" is the context.
 """
 
-import argparse
 import re
 from pathlib import Path
 from statistics import mean
 
-from saving import markdown
+from saving import file_of, markdown, parser_of
 
 from mixer.common.errors import run_command
-from mixer.common.files import read_json
+from mixer.common.files import read_json, write_text
 from mixer.reporting.figure import log_axis, new_figure
 
 RUN = re.compile(r"(?P<form>.+), (?:window (?P<window>\d+)|all lags)(?:, seed \d+)?")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, help="JSON file of the results")
-    parser.add_argument("--picture", type=Path, required=True, help="PNG file to write")
     options = parser.parse_args()
-    losses = losses_of(read_json(options.results, "name results of reach.yaml")["runs"])
-    draw(losses, options.picture)
-    print(table(losses))
+    runs = read_json(options.results, "name results of reach.yaml")["runs"]
+    losses = losses_of(runs)
+    draw(losses, file_of(options.output, ".png"))
+    source = f"From [{options.results.name}]({options.results.name})."
+    text = f"# Reach against loss\n\n{table(losses)}\n\n{source}\n"
+    write_text(file_of(options.output, ".md"), text)
+    print(text)
 
 
 def losses_of(runs: dict[str, dict]) -> dict[str, dict[int, list[float]]]:
@@ -66,7 +66,7 @@ def draw(losses: dict[str, dict[int, list[float]]], picture: Path) -> None:
             axes.plot([window] * len(seeds), seeds, ".", color="#777777", zorder=0)
         log_axis(axes.xaxis)
         axes.set(title=form, xlabel="window (tokens)")
-    panels[0].set_ylabel("validation loss (nats)")
+    panels[0].set_ylabel("validation loss (nats; dots: seeds)")
     figure.savefig(picture)
 
 

@@ -153,7 +153,7 @@ def table(result: dict) -> str:
                 f"{STEP.batch * STEP.tokens:,} tokens: all lags {lags:.1f} ms, "
                 f"a window of {FORMS['window'].window} {window:.1f} ms, {window / lags:.3f} of it.",
                 "Generation, one text, hidden size 512, 16 blocks, context 512, static cache:",
-                markdown(["", *titles], generated),
+                markdown(["generation", *titles], generated),
                 f"Measured on {origin(result)}.",
             ]
         )

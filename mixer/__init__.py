@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, end_at_interrupt
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "MaskedMixerConfig",
     "MaskedMixerForCausalLM",

@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import as_path, sha256, whole_directory
+from mixer.common.terminal import counted
 from mixer.data import tokenizer as tokenizing
 from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
 from mixer.data.samples import PairFile, TokenFile
@@ -79,7 +80,7 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
-    """Tokenise the corpus of `config` into `config.directory`, unless that was done already, and
+    """Tokenize the corpus of `config` into `config.directory`, unless that was done already, and
     return its manifest. Of several processes one works, and the others wait and find it done.
 
     Files of the source that change later are not noticed. Raises UserError for a source that cannot
@@ -223,8 +224,8 @@ class Corpus:
             copies += bool(validation and not held_out and text_hash(text) in validation)
             yield SPLITS[held_out], text
         if copies:
-            what = "copies of validation documents, so the validation loss will be too low"
-            say(f"{copies:,} training documents are {what}: remove them from either text")
+            among = "among the validation documents too, so the validation loss will be too low"
+            say(f"{counted(copies, 'training document')} {among}: remove copies from either text")
 
 
 def start_of_end(text: str, share: float) -> int:
@@ -263,8 +264,8 @@ def _write_tokens(
                 files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
             if time.perf_counter() - said > REPORT_SECONDS:
                 said = time.perf_counter()
-                say(_report("tokenised so far", counts, said - began))
-    say(_report("tokenised", counts, time.perf_counter() - began))
+                say(_report("tokenized so far", counts, said - began))
+    say(_report("tokenized", counts, time.perf_counter() - began))
     training, validation = (counts[split]["tokens"] for split in SPLITS)
     if validation > training:
         say(
@@ -280,8 +281,9 @@ def _write_tokens(
 
 def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
     done = sum(counts.values(), Counter())
+    held_out = counts["validation"]["documents"]
     return (
-        f"{what}: {done['documents']:,} documents ({counts['validation']['documents']:,} of them "
+        f"{what}: {counted(done['documents'], 'document')} ({held_out:,} of them "
         f"for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens in "
         f"{seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.common.files import as_path
+from mixer.common.terminal import counted
 
 WIDTH, METRICS = 100, "metrics.jsonl"
 # The one form of each quantity in tables. LOSS is also that of bits per byte; pictures may have
@@ -42,7 +43,7 @@ def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
     pairs = [(text, _content(text)) for text in texts]
     if damaged := sum(bool(text.strip()) and line is None for text, line in pairs[:-1]):
         kind = 'no JSON object with an integer "step" and finite numbers'
-        say(f"{path}: left out {damaged} line(s), {kind}")
+        say(f"{path}: left out {counted(damaged, 'line')}, {kind}")
     return [(text.decode(), line) for text, line in pairs if line is not None]
 
 

@@ -149,7 +149,8 @@ def test_training_documents_that_are_copies_of_validation_documents_are_counted(
         config = dataclasses.replace(config, validation_path=other.path)
     prepare(config, said.append)
     count = {"documents": 3, "path": 4}[way]  # two of them stand in the training text twice
-    assert [line.split()[0] for line in said if "are copies" in line] == [str(count)]
+    lines = [line for line in said if "among the validation documents too" in line]
+    assert [line.split()[0] for line in lines] == [str(count)]
 
 
 def test_a_vocabulary_beyond_16_bits_is_written_as_uint32(tmp_path):
@@ -191,11 +192,11 @@ def test_no_part_of_a_long_preparation_is_silent(tmp_path, monkeypatch):
     said = Counter(line.split(":")[0] for line in lines)
     for part in (
         "training the tokenizer",
-        "tokenised so far",
+        "tokenized so far",
         "reading the tokenizer, and a sampl",
     ):
         assert sum(said[each] for each in said if each.startswith(part)) > 1, lines
-    assert said["tokenised"] == 2
+    assert said["tokenized"] == 2
 
 
 def test_other_settings_and_foreign_files_are_never_overwritten(tmp_path):
@@ -237,7 +238,7 @@ def test_of_processes_that_prepare_at_once_one_does_and_the_others_say_that_they
     for process in running:
         process.join()
     assert [process.exitcode for process in running] == [0, 0, 0]
-    assert (tmp_path / "lines").read_text().count("tokenised: 1,500 documents") == 1
+    assert (tmp_path / "lines").read_text().count("tokenized: 1,500 documents") == 1
     assert "waiting for another process, which writes" in capfd.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"lines", "prepared", "texts", "tok"}
 

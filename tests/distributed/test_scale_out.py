@@ -123,7 +123,7 @@ def test_whichever_process_prepares_the_data_says_how_far_it_is(write_config, la
     changes = f"data.directory={tmp_path}/fresh", "train.steps=4"
     ranks = launch("--config", write_config(), *changes, processes=2, before=main_process_late)
     output = ranks.succeed()
-    assert output.count("tokenizer: 400 tokens") == output.count("tokenised: ") == 1
+    assert output.count("tokenizer: 400 tokens") == output.count("tokenized: ") == 1
 
 
 @pytest.mark.slow

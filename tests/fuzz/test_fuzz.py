@@ -15,6 +15,7 @@ import pandas
 import pytest
 import yaml
 from launching import start_python
+from matplotlib import get_cachedir
 from mutations import MUTATIONS, TEXTS, option
 
 from mixer.training.config import load_config
@@ -82,7 +83,10 @@ def material(tmp_path_factory) -> Path:
 
 def in_folder(folder: Path, output: Path, *arguments: str) -> int | None:
     """The exit status of a command in a forked process; None where it takes too long."""
-    own = {"MIXER_CACHE": str(folder / ".cache"), "HOME": str(folder)}
+    cache = str(
+        folder / ".cache"
+    )  # also what ~ is, for all but matplotlib, which lists fonts there
+    own = {"MIXER_CACHE": cache, "HOME": cache, "MPLCONFIGDIR": get_cachedir()}
     process = start_python(*arguments, output=output, directory=folder, **own)
     process.join(PATIENCE)
     if process.exitcode is None:

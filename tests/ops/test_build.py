@@ -124,6 +124,7 @@ def test_a_library_loads_without_a_gpu_and_the_gradient_of_lags_needs_no_square(
     params = cuda.Params(batch=1, tokens=1 << 17, context=1 << 17, channels=512, heads=1)
     params.columns = (1 << 17) + 128
     params.lag_zero = 1 << 17
+    params.window = 1 << 17
     params.dtype = 1
     params.capability = capability
     params.processors = 132

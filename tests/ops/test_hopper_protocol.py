@@ -27,7 +27,7 @@ pytestmark = needs_nvcc
 PRODUCT = "hopper_product.cu"
 TILE = "hopper_tile.cuh"
 WAIT = "      wgmma_wait<0>();\n"
-RELEASE = "      if (!in_place || step + 1 < steps) barriers.ring.release(slot);\n"
+RELEASE = "      if (!in_place || step + 1 < end) barriers.ring.release(slot);\n"
 RELEASE_ALL = "      barriers.ring.release_for_warpgroup(slot);\n"
 # What is wrong, the plan of forward in which it must be seen, and edits (file, old text, new text).
 MISTAKES = {

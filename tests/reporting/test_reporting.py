@@ -245,7 +245,7 @@ def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     assert read_metrics(tmp_path) == [*map(json.loads, good)]
     (said,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} line(s), no JSON object" in said
+    assert f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} lines, no JSON object" in said
 
 
 def test_what_commands_print_and_report_fits_into_100_columns(

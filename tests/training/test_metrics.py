@@ -61,7 +61,7 @@ def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path, capsys):
     assert metrics.validation_losses == {4: 2.5, 8: 2.0, 12: 2.2}
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kept == [*lines[:3], {"step": 12, "validation_loss": 2.2}]
-    assert "left out 2 line(s)" in capsys.readouterr().out
+    assert "left out 2 lines," in capsys.readouterr().out
 
 
 def count_reads() -> None:
