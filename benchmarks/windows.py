@@ -115,7 +115,7 @@ def generation_row(window: int) -> dict:
         cache = MixingCache(config, static=True)
         ids = torch.randint(1, config.vocab_size, (1, length), device="cuda")
         row[str(length)] = {"ms": ms_a_token(model, ids, cache)}
-        row[str(length)]["cache_bytes"] = sum(memory.nbytes for memory in cache.kept.values())
+        row[str(length)]["cache_bytes"] = sum(memory.nbytes for memory in cache.memories.values())
     return row
 
 

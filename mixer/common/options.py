@@ -1,7 +1,5 @@
-"""Options of a configuration: dataclass fields with a meaning, a type and allowed values.
-
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
-"""
+# Copied beside every saved model: it imports from this package only files that are copied too.
+"""Options of a configuration: dataclass fields with a meaning, a type and allowed values."""
 
 import dataclasses
 import operator

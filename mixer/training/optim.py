@@ -57,8 +57,8 @@ def kinds_of(model: nn.Module) -> Kinds:
                 is_matrix = isinstance(module, nn.Linear) and module is not output
                 kind = "matrices" if is_matrix else "embeddings"
             getattr(kinds, kind).append(parameter)
-            if kind == "matrices" and len(getattr(module, "parts", ())) > 1:
-                kinds.rows[parameter] = module.parts
+            if kind == "matrices" and len(getattr(module, "projection_sizes", ())) > 1:
+                kinds.rows[parameter] = module.projection_sizes
     return kinds
 
 

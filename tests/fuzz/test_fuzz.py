@@ -71,6 +71,7 @@ def material(tmp_path_factory) -> Path:
     rows.to_json(folder / "text/a.jsonl", orient="records", lines=True)
     rows.to_parquet(folder / "text/b.parquet")
     rows["answer"] = [f"the answer is {number} of {len(rows)}" for number in range(len(rows))]
+    rows["text"] = [f"{number} {text}" for number in range(len(rows))]
     rows.to_json(folder / "text/pairs.jsonl", orient="records", lines=True)
     config = {
         "name": "small",
