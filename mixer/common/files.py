@@ -133,7 +133,8 @@ def _locks_reach_all_hosts(path: Path) -> bool:
     mount = max(above, key=lambda mount: len(mount.mountpoint), default=None)
     if mount is None:
         return True
-    return not (mount.fstype.startswith("fuse") or LOCAL_LOCKS.intersection(mount.opts.split(",")))
+    has_local_locks = LOCAL_LOCKS.intersection(mount.opts.split(","))
+    return not (mount.fstype.startswith("fuse") or has_local_locks)
 
 
 def as_system_error(error: BaseException) -> BaseException:

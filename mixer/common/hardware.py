@@ -118,10 +118,13 @@ def memory_for(device: torch.device, activity: str, sizes: str, remedy: str) -> 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the host's memory"
+        is_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_gpu else "the host's memory"
+        limit = memory_limit(device) / 2**30
+        peak = peak_memory_gb(device)
         raise UserError(
-            f"out of memory on {device} ({name}, {memory_limit(device) / 2**30:.1f} GiB) while "
-            f"{activity}: the peak was {peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
+            f"out of memory on {device} ({name}, {limit:.1f} GiB) while {activity}: the peak was "
+            f"{peak:.2f} GiB. Sizes: {sizes}. {remedy}"
         ) from None
 
 
