@@ -176,7 +176,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    count = process.world_size
+    processes = process.world_size
     result |= {
         "window": window,
         "stride": stride,
@@ -184,7 +184,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "last_window": texts.LAST_WINDOW[options.last_window],
         "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
-        "device": f"{count} x {name}" if count > 1 else name,
+        "device": f"{processes} x {name}" if processes > 1 else name,
     }
     size = options.batch_size
     if options.pairs:
