@@ -20,7 +20,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from mixer.data.config import DataConfig, Manifest, check
-from mixer.data.sources import documents, source_parts
+from mixer.data.sources import documents, source_shards
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
@@ -81,7 +81,7 @@ def decoded_documents(directory, split: str) -> list[str]:
 def documents_of(config: DataConfig) -> list[str]:
     """All documents of a source."""
     check(config)
-    return list(documents(source_parts(config), config))
+    return list(documents(source_shards(config), config))
 
 
 def save_tokenizer(folder: Path, variant: str) -> str:
