@@ -17,20 +17,24 @@ def gradients(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     wider, from dy and x, (batch, tokens, channels).
     """
     batch, tokens, channels = x.shape
-    wide = torch.promote_types(x.dtype, torch.float32)
+    gradient_dtype = torch.promote_types(x.dtype, torch.float32)
     # A sum over channels as a product: a reduction would read dy at a fraction of the bandwidth.
     ones = torch.ones(channels, COLUMNS, dtype=dy.dtype, device=dy.device)
-    bias = (dy.reshape(-1, channels) @ ones)[:, 0].view(batch, tokens).sum(0, dtype=wide)
+    sums = (dy.reshape(-1, channels) @ ones)[:, 0]  # over channels, (batch * tokens,)
+    dbias = sums.view(batch, tokens).sum(0, dtype=gradient_dtype)
     if tokens < 2 * channels:  # a product for each sample moves less than copies of x and dy do
-        return torch.bmm(dy, x.mT).sum(0, dtype=wide), bias
-    rows = [part.transpose(0, 1).reshape(tokens, -1) for part in (dy, x)]
-    return (rows[0] @ rows[1].t()).to(wide), bias
+        return torch.bmm(dy, x.mT).sum(0, dtype=gradient_dtype), dbias
+    dy_rows = dy.transpose(0, 1).reshape(tokens, -1)
+    x_rows = x.transpose(0, 1).reshape(tokens, -1)
+    return (dy_rows @ x_rows.t()).to(gradient_dtype), dbias
 
 
 @gradients.register_fake
 def _(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
-    return x.new_empty(tokens, tokens, dtype=wide), x.new_empty(tokens, dtype=wide)
+    tokens = x.shape[1]
+    gradient_dtype = torch.promote_types(x.dtype, torch.float32)
+    dweight = x.new_empty(tokens, tokens, dtype=gradient_dtype)
+    return dweight, x.new_empty(tokens, dtype=gradient_dtype)
 
 
 class DenseMixing(torch.autograd.Function):
@@ -47,15 +51,15 @@ class DenseMixing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, square = ctx.saved_tensors
-        weight, bias = gradients(dy, x)
-        return torch.matmul(square.t(), dy), weight.tril(), bias
+        dweight, dbias = gradients(dy, x)
+        return torch.matmul(square.t(), dy), dweight.tril(), dbias
 
 
 def dense_mixing(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """DenseMixing in the type that autocast asks for."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
     return DenseMixing.apply(x, weight, bias)
 
 

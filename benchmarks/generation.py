@@ -16,10 +16,12 @@ caches:
 """
 
 import argparse
+import functools
 import gc
 import math
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from saving import markdown, measured_by, numbers, origin, parser_of, save
@@ -45,18 +47,19 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    add, number = parser.add_argument, {"type": int}
-    add("--hidden", default=1024, **number)
-    add("--layers", default=16, **number)
-    add("--vocabulary", default=8000, **number)
-    add("--context", default=2048, **number)
-    add("--prompt", default=1468, help="tokens of the prompt", **number)
-    add("--new", default=64, help="tokens; the uncached loop writes a quarter of them", **number)
-    add("--batches", type=numbers, default=[1, 64])
-    add("--recurrent", action="store_true", help="compare with rows and columns")
-    add("--repeats", default=3, help="calls of generate, of which the median counts", **number)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--prompt", type=int, default=1468, help="tokens of the prompt")
+    fewer = "tokens; the uncached loop writes a quarter of them"
+    parser.add_argument("--new", type=int, default=64, help=fewer)
+    parser.add_argument("--batches", type=numbers, default=[1, 64])
+    parser.add_argument("--recurrent", action="store_true", help="compare with rows and columns")
+    repeats = "calls of generate, of which the median counts"
+    parser.add_argument("--repeats", type=int, default=3, help=repeats)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, choices=("cuda", "cpu"))
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
     options = parser.parse_args()
     if options.new < 4 or options.prompt + options.new > options.context:
         raise UserError(
@@ -74,24 +77,37 @@ def models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
     depth and vocabulary with heads of 64 channels and an MLP with as many parameters as the
     mixer's.
     """
-    shape = {"vocab_size": options.vocabulary, "hidden_size": options.hidden}
-    shape |= {"num_hidden_layers": options.layers, "max_position_embeddings": options.context}
+    built: dict[str, PreTrainedModel] = {"mixer": build_mixer(options, "full")}
+    if options.recurrent:
+        built["rows"] = build_mixer(options, "rows")
+        built["columns"] = build_mixer(options, "columns")
     llama = LlamaConfig(
-        **shape,
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        max_position_embeddings=options.context,
         intermediate_size=options.hidden * 8 // 3 // 64 * 64 or 64,
         num_attention_heads=max(options.hidden // 64, 1),
     )
-    found = {"mixer": MaskedMixerForCausalLM(MaskedMixerConfig(**shape))}
-    for form in ("rows", "columns") if options.recurrent else ():
-        config = MaskedMixerConfig(**shape, mixing_weight=form, mixing_decay=True)
-        found[form] = MaskedMixerForCausalLM(config)
-    found["Llama"] = LlamaForCausalLM(llama)
-    for model in found.values():
+    built["Llama"] = LlamaForCausalLM(llama)
+    for model in built.values():
         # Every call writes as many tokens as it is asked for.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
         model.to(options.device, torch.bfloat16).eval()
-    return found
+    return built
+
+
+def build_mixer(options: argparse.Namespace, mixing_weight: str) -> MaskedMixerForCausalLM:
+    config = MaskedMixerConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        max_position_embeddings=options.context,
+        mixing_weight=mixing_weight,
+        mixing_decay=mixing_weight != "full",
+    )
+    return MaskedMixerForCausalLM(config)
 
 
 # ------------------------------------------------------------------------- measuring
@@ -100,22 +116,24 @@ def models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    if options.device == "cuda" and (reason := cuda.device_reason(0)):
+    reason = cuda.device_reason(0) if options.device == "cuda" else None
+    if reason:
         raise UserError(f"nothing to measure: {reason}")
     names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")
     settings = {name: getattr(options, name) for name in names} | {"dtype": "bfloat16"}
     result = measured_by(options, options.device) | {"settings": settings}
-    found = models(options)
-    sizes = {name: model.num_parameters() for name, model in found.items()}
-    result |= {"parameters": sizes["mixer"], "llama_parameters": sizes["Llama"]}
-    result |= {"rows_parameters": sizes["rows"]} if options.recurrent else {}
+    built = models(options)
+    result["parameters"] = built["mixer"].num_parameters()
+    result["llama_parameters"] = built["Llama"].num_parameters()
+    if options.recurrent:
+        result["rows_parameters"] = built["rows"].num_parameters()
     result["generate"] = []
     for batch in options.batches:
         for name, cache, new in calls(options):
             print(f"{time.perf_counter() - started:7.1f} s  {name} {cache}, {batch}", flush=True)
             row = {"model": name, "cache": cache, "batch": batch, "new": new}
-            measured = time_generate(found[name], batch, new, CACHES[cache], options)
-            result["generate"].append(row | measured)
+            row |= time_generate(built[name], batch, new, CACHES[cache], options)
+            result["generate"].append(row)
             result["seconds"] = round(time.perf_counter() - started, 1)
             save(result, table(result), options.output)
     return result
@@ -132,51 +150,64 @@ def calls(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     return mixers + llamas
 
 
-def time_generate(model, batch: int, new: int, how: dict, options: argparse.Namespace) -> dict:
+def time_generate(
+    model: PreTrainedModel,
+    batch: int,
+    new: int,
+    cache_options: dict,
+    options: argparse.Namespace,
+) -> dict:
     """Seconds of whole calls, milliseconds of a token after the first, and the memory of a step
     after a short prompt and after the whole one; nothing where memory is too little.
     """
     ids = torch.randint(1, options.vocabulary, (batch, options.prompt), device=options.device)
+    generate = functools.partial(model.generate, do_sample=False, **cache_options)
 
     def seconds(tokens: int) -> float:
         synchronize(options.device)
         start = time.perf_counter()
-        written = model.generate(ids, max_new_tokens=tokens, do_sample=False, **how)
+        written = generate(ids, max_new_tokens=tokens)
         synchronize(options.device)
         assert written.shape == (batch, options.prompt + tokens), "generate stopped early"
         return time.perf_counter() - start
 
     try:
         seconds(min(new, 4))  # kernels, libraries and the allocator's memory
-        first = statistics.median(seconds(1) for _ in range(options.repeats))
-        whole = statistics.median(seconds(new) for _ in range(options.repeats))
-        short = ids[:, : max(options.prompt // SHORTER, 1)]
-        memory = {"short_mb": decoding_mb(model, short, how)}
-        memory["long_mb"] = decoding_mb(model, ids, how)
+        first_s = statistics.median(seconds(1) for _ in range(options.repeats))
+        whole_s = statistics.median(seconds(new) for _ in range(options.repeats))
+        short_ids = ids[:, : max(options.prompt // SHORTER, 1)]
+        short_mb = decoding_mb(generate, short_ids)
+        long_mb = decoding_mb(generate, ids)
     except torch.OutOfMemoryError:
-        return dict.fromkeys(("ms_per_token", "tokens_per_second", "short_mb", "long_mb"), math.nan)
-    ms = 1e3 * (whole - first) / (new - 1)
-    found = {"first_token_s": first, "whole_s": whole, "ms_per_token": ms}
-    return found | memory | {"tokens_per_second": 1e3 * batch / ms}
+        unmeasured = ("ms_per_token", "tokens_per_second", "short_mb", "long_mb")
+        return dict.fromkeys(unmeasured, math.nan)
+    ms = 1e3 * (whole_s - first_s) / (new - 1)
+    return {
+        "first_token_s": first_s,
+        "whole_s": whole_s,
+        "ms_per_token": ms,
+        "short_mb": short_mb,
+        "long_mb": long_mb,
+        "tokens_per_second": 1e3 * batch / ms,
+    }
 
 
-def decoding_mb(model, ids: Tensor, how: dict) -> float:
+def decoding_mb(generate: Callable, ids: Tensor) -> float:
     """The most memory in MB that a call takes after its first token, beside the weights; zero on a
     CPU, which does not count it.
     """
     if not ids.is_cuda:
         return 0.0
     gc.collect()  # caches of earlier calls
-    before, places = torch.cuda.memory_allocated(), []
+    allocated = torch.cuda.memory_allocated()
 
-    def count(written: Tensor, logits: Tensor) -> Tensor:
-        if not places:  # the prompt is done
+    def forget_the_prompt(written: Tensor, logits: Tensor) -> Tensor:
+        if written.shape[1] == ids.shape[1]:  # before the first new token
             torch.cuda.reset_peak_memory_stats()
-        places.append(written.shape[1])
         return logits
 
-    model.generate(ids, max_new_tokens=4, do_sample=False, logits_processor=[count], **how)
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
+    generate(ids, max_new_tokens=4, logits_processor=[forget_the_prompt])
+    return (torch.cuda.max_memory_allocated() - allocated) / 1e6
 
 
 def synchronize(device: str) -> None:
@@ -205,26 +236,28 @@ def table(result: dict) -> str:
     # Earlier results have no memory.
     columns = {title: column for title, column in COLUMNS.items() if column[0] in rows[0]}
     cells = [[format(row[key], form) for key, form in columns.values()] for row in rows]
-    said = (
+    caption = (
         "A token after the first, greedy; the median of the calls. Memory is the most that a call "
         "takes after its first token, beside the weights. `nan`: out of memory."
     )
     title = f"# Generation on {result['hardware'].get('device')}"
     measured = f"Measured on {origin(result)}; {result['seconds']} s."
-    parts = [title, introduction(result), said, markdown(list(columns), cells), measured]
-    return "\n\n".join(parts) + "\n"
+    paragraphs = [title, introduction(result), caption, markdown(list(columns), cells), measured]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def introduction(result: dict) -> str:
-    sizes, by_rows = result["settings"], ""
-    if "rows_parameters" in result:
-        by_rows = f" By rows or columns: {result['rows_parameters'] / 1e6:.1f}M."
-    return (
-        f"Hidden {sizes['hidden']}, {sizes['layers']} layers, vocabulary {sizes['vocabulary']}, "
-        f"context {sizes['context']}, {sizes['dtype']}, random weights; prompts of "
-        f"{sizes['prompt']} tokens. Mixer: {result['parameters'] / 1e6:.1f}M parameters; Llama: "
+    settings = result["settings"]
+    text = (
+        f"Hidden {settings['hidden']}, {settings['layers']} layers, vocabulary "
+        f"{settings['vocabulary']}, context {settings['context']}, {settings['dtype']}, random "
+        f"weights; prompts of {settings['prompt']} tokens. Mixer: "
+        f"{result['parameters'] / 1e6:.1f}M parameters; Llama: "
         f"{result['llama_parameters'] / 1e6:.1f}M."
-    ) + by_rows
+    )
+    if "rows_parameters" in result:
+        text += f" By rows or columns: {result['rows_parameters'] / 1e6:.1f}M."
+    return text
 
 
 if __name__ == "__main__":

@@ -42,17 +42,19 @@ VERSIONS = {
 }
 SMALL = [(3, 200, 136), (2, 331, 264)]  # (batch, tokens, channels) that fill no tile
 MAX_ERROR = 0.01  # of an element, relative to its size and the mean element's
-ROUNDS, BATCH_MS = 9, 4.0
+ROUNDS = 9
+BATCH_MS = 4.0
 
 
 def main() -> None:
     options = arguments()
     if not torch.cuda.is_available():
         raise UserError("torch sees no NVIDIA GPU, which the ladder needs")
-    result, library = measured_by(options) | {"rows": []}, compiled()
+    result = measured_by(options) | {"rows": []}
+    library = compiled()
     for tokens in options.tokens:
-        size = max(1, options.batch_tokens // tokens), tokens, options.channels
-        result["rows"] += climb(library, size, options.versions)
+        shape = max(1, options.batch_tokens // tokens), tokens, options.channels
+        result["rows"] += climb(library, shape, options.versions)
         save(result, table(result), options.output)
     print(table(result))
     sys.exit(any(row["failure"] for row in result["rows"] if "error" in row))
@@ -60,13 +62,13 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--versions", type=numbers, default=[*VERSIONS], help="some of 0 to 7")
-    add("--tokens", type=numbers, default=[512, 1024, 2048, 4096])
-    add("--batch-tokens", type=int, default=65536, help="batch x tokens")
-    add("--channels", type=int, default=1024, help="a multiple of 8")
+    versions = "some of 0 to 7"
+    parser.add_argument("--versions", type=numbers, default=[*VERSIONS], help=versions)
+    parser.add_argument("--tokens", type=numbers, default=[512, 1024, 2048, 4096])
+    parser.add_argument("--batch-tokens", type=int, default=65536, help="batch x tokens")
+    parser.add_argument("--channels", type=int, default=1024, help="a multiple of 8")
     options = parser.parse_args()
-    if unknown := [one for one in options.versions if one not in VERSIONS]:
+    if unknown := [version for version in options.versions if version not in VERSIONS]:
         raise UserError(f"--versions has {unknown}; allowed: 0 to 7")
     if options.channels < 8 or options.channels % 8:
         raise UserError(f"--channels is {options.channels}; it must be a multiple of 8")
@@ -79,8 +81,15 @@ def arguments() -> argparse.Namespace:
 class Arguments(ctypes.Structure):
     """Arguments of forward.cu, field by field; what its launches set stays zero."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "x", "y")] + [
-        (name, ctypes.c_int) for name in ("batch", "tokens", "channels", "columns", "group")
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("batch", ctypes.c_int),
+        ("tokens", ctypes.c_int),
+        ("channels", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("group", ctypes.c_int),
     ]
 
 
@@ -98,8 +107,9 @@ def compiled() -> ctypes.CDLL:
     target.parent.mkdir(exist_ok=True)
     flags = [*FLAGS, f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     command = [str(find_nvcc()), *flags, str(SOURCE), "-o", str(target)]
-    if (done := subprocess.run(command, stderr=subprocess.PIPE, text=True)).returncode != 0:
-        raise UserError(f"`{' '.join(command)}` failed:\n{done.stderr}")
+    compilation = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if compilation.returncode != 0:
+        raise UserError(f"`{' '.join(command)}` failed:\n{compilation.stderr}")
     library = ctypes.CDLL(str(target))
     library.configuration_name.restype = ctypes.c_char_p
     library.launch_configuration.argtypes = [ctypes.c_int, ctypes.POINTER(Arguments)]
@@ -107,17 +117,19 @@ def compiled() -> ctypes.CDLL:
 
 
 def configurations(library: ctypes.CDLL) -> list[Configuration]:
-    found = [Configuration(0, "batched product", dense)]
+    ladder = [Configuration(0, "batched product", dense)]
     for index in range(library.configuration_count()):
         name = library.configuration_name(index).decode()
         version = library.configuration_version(index)
-        found.append(Configuration(version, name, launcher(library, index)))
-    return [*found, Configuration(7, "as the trainer calls it", trainers)]
+        ladder.append(Configuration(version, name, launcher(library, index)))
+    ladder.append(Configuration(7, "as the trainer calls it", trainers))
+    return ladder
 
 
 def launcher(library: ctypes.CDLL, index: int) -> Callable:
     def call(problem: "Problem") -> Tensor:
-        if status := library.launch_configuration(index, problem.arguments):
+        status = library.launch_configuration(index, problem.arguments)
+        if status != 0:
             raise RuntimeError(f"CUDA error {status}")
         return problem.y
 
@@ -145,7 +157,7 @@ def unavailable(version: int) -> str | None:
 class Problem:
     def __init__(self, batch: int, tokens: int, channels: int, device: str = "cuda"):
         weight = torch.randn(tokens, tokens, device=device, dtype=torch.bfloat16) * tokens**-0.5
-        columns = cuda.packed_shape(1, tokens, by_lag=False)[2]
+        columns = cuda.packed_shape(1, tokens, window=0)[2]
         self.weight = F.pad(weight.tril(), (0, columns - tokens))
         self.square = self.weight[:, :tokens]
         self.x = torch.randn(batch, tokens, channels, device=device, dtype=torch.bfloat16)
@@ -158,46 +170,53 @@ class Problem:
         return self.square.double() @ self.x.double()
 
 
-def climb(library: ctypes.CDLL, size: tuple, versions: list[int]) -> list[dict]:
-    """A row for each configuration: its error and its milliseconds, or why it has none."""
-    timed = Problem(*size)
+def climb(library: ctypes.CDLL, shape: tuple[int, int, int], versions: list[int]) -> list[dict]:
+    """A row for each configuration: its error and its milliseconds, or why it has none.
+
+    shape: (batch, tokens, channels).
+    """
+    timed = Problem(*shape)
     problems = [Problem(*small) for small in SMALL] + [timed]
-    truths = [problem.exact() for problem in problems]
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    count = max(2, 3 * cache // (2 * timed.x.nbytes) + 1)
-    slots = [timed, *(Problem(*size) for _ in range(count - 1))]
-    rows, calls = [], {}
-    for one in configurations(library):
-        if one.version not in (0, *versions):  # cuBLAS is what the others are compared with
+    exact = [problem.exact() for problem in problems]
+    cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    count = max(2, 3 * cache_bytes // (2 * timed.x.nbytes) + 1)
+    slots = [timed, *(Problem(*shape) for _ in range(count - 1))]
+    rows = []
+    calls = {}
+    batch, tokens, channels = shape
+    for configuration in configurations(library):
+        version = configuration.version
+        name = configuration.name
+        call = configuration.call
+        if version not in (0, *versions):  # cuBLAS is what the others are compared with
             continue
-        row = dict(zip(("batch", "tokens", "channels"), size, strict=True))
-        row |= {"version": one.version, "configuration": one.name}
-        row["failure"] = unavailable(one.version)
+        row = {"batch": batch, "tokens": tokens, "channels": channels}
+        row |= {"version": version, "configuration": name, "failure": unavailable(version)}
         if row["failure"] is None:
-            row |= check(one, problems, truths)
+            row |= check(call, problems, exact)
         if row["failure"] is None:
-            calls[one.version, one.name] = lambda slot, one=one: one.call(slots[slot])
+            calls[version, name] = lambda slot, call=call: call(slots[slot])
         rows.append(row)
         print(row, flush=True)
     times = timing.interleaved(calls, "cuda", count, ROUNDS, BATCH_MS)
     return [row | times.get((row["version"], row["configuration"]), {}) for row in rows]
 
 
-def check(one: Configuration, problems: list[Problem], truths: list[Tensor]) -> dict:
+def check(call: Callable, problems: list[Problem], exact: list[Tensor]) -> dict:
     """{"error": the largest of an element, "failure": what is wrong, or None}."""
     errors = []
     try:
-        for problem, exact in zip(problems, truths, strict=True):
+        for problem, expected in zip(problems, exact, strict=True):
             problem.y.fill_(torch.nan)
-            sizes = exact.abs() + exact.square().mean().sqrt()
-            off = (one.call(problem).double() - exact).abs() / sizes
-            errors.append(off.max().item())  # NaN if one is
+            sizes = expected.abs() + expected.square().mean().sqrt()
+            differences = (call(problem).double() - expected).abs() / sizes
+            errors.append(differences.max().item())  # NaN if one is
     except RuntimeError as error:
         return {"error": None, "failure": first_line(error)}
     if all(error <= MAX_ERROR for error in errors):
         return {"error": max(errors), "failure": None}
-    said = " and ".join(f"{error:.2g}" for error in errors)
-    return {"error": None, "failure": f"elements are off by {said}; allowed: {MAX_ERROR}"}
+    off_by = " and ".join(f"{error:.2g}" for error in errors)
+    return {"error": None, "failure": f"elements are off by {off_by}; allowed: {MAX_ERROR}"}
 
 
 # ------------------------------------------------------------------------- the table
@@ -205,26 +224,29 @@ def check(one: Configuration, problems: list[Problem], truths: list[Tensor]) -> 
 
 def table(result: dict) -> str:
     """The fastest configuration of each version, as Markdown."""
-    parts = ["# The ladder", f"Useful TFLOP/s count the lower triangle alone. {origin(result)}"]
-    head = ["version", "what it adds", "best configuration", "ms", "useful TFLOP/s", "% of cuBLAS"]
+    caption = f"Useful TFLOP/s count the lower triangle alone. {origin(result)}"
+    paragraphs = ["# The ladder", caption]
+    head = ["version", "what it adds", "best configuration"]
+    head += ["ms", "useful TFLOP/s", "% of cuBLAS"]
     groups: dict[tuple, dict[int, dict]] = {}
     for row in sorted(result["rows"], key=lambda row: row.get("ms", math.inf), reverse=True):
         key = row["tokens"], row["batch"], row["channels"]
         groups.setdefault(key, {})[row["version"]] = row  # the fastest comes last
     for (tokens, batch, channels), fastest in sorted(groups.items()):
-        parts.append(f"## {batch} x {tokens} tokens, {channels} channels")
-        flops, cublas = batch * tokens * (tokens + 1) * channels, fastest.get(0, {}).get("ms")
-        rows = [cells(row, flops, cublas) for _, row in sorted(fastest.items())]
-        parts.append(markdown(head, rows))
-    return "\n\n".join(parts) + "\n"
+        paragraphs.append(f"## {batch} x {tokens} tokens, {channels} channels")
+        flops = batch * tokens * (tokens + 1) * channels
+        cublas_ms = fastest.get(0, {}).get("ms")
+        rows = [cells(row, flops, cublas_ms) for _, row in sorted(fastest.items())]
+        paragraphs.append(markdown(head, rows))
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def cells(row: dict, flops: int, cublas: float | None) -> list[str]:
+def cells(row: dict, flops: int, cublas_ms: float | None) -> list[str]:
     version = row["version"]
     start = [str(version) if version else "cuBLAS", VERSIONS[version]]
     if "ms" not in row:
         return [*start, f"failed: {row['failure']}", "-", "-", "-"]
-    percent = f"{100 * cublas / row['ms']:.1f}" if cublas else "-"
+    percent = f"{100 * cublas_ms / row['ms']:.1f}" if cublas_ms else "-"
     speed = [f"{row['ms']:.4f}", f"{flops / row['ms'] / 1e9:.1f}"]
     return [*start, row["configuration"], *speed, percent]
 

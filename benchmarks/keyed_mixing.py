@@ -23,7 +23,7 @@ from mixer.ops.triangular import difference
 DEVICE = "cuda"
 RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")
 TOKENS = 65536
-# (context, heads, numbers of a key, numbers of a value)
+# (context, heads, key size, value size)
 SHAPES = [
     (512, 8, 32, 64),
     (512, 4, 64, 128),
@@ -43,15 +43,17 @@ NAMES = {
     "flash": "its flash attention",
     "convolution": "triangular convolution alone",
 }
+CASE_COLUMNS = ("context", "heads", "keys", "values", "pass")
 ATTENTION_SIZE = 64
-ROUNDS, BATCH_MS = 9, 20.0
+ROUNDS = 9
+BATCH_MS = 20.0
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    options = parser.parse_args()
-    context, _, *sizes = SHAPES[0]
-    if not keyed.kernels_serve(torch.device(DEVICE, 0), torch.bfloat16, *sizes, context):
+    options = parser_of(__doc__).parse_args()
+    context, _, key_size, value_size = SHAPES[0]
+    device = torch.device(DEVICE, 0)
+    if not keyed.kernels_serve(device, torch.bfloat16, key_size, value_size, context):
         raise UserError("nothing to measure: this GPU does not run the kernels of keyed mixing")
     result = measured_by(options) | {"rows": []}
     for shape in SHAPES:
@@ -60,15 +62,17 @@ def main() -> None:
     print(table(result))
 
 
-def inputs(context: int, heads: int, keys: int, values: int) -> list[Tensor]:
-    """query, key, value, weight, bias and dy; the first three as parts of one projection."""
+def inputs(context: int, heads: int, key_size: int, value_size: int) -> list[Tensor]:
+    """query, key, value, weight, bias and dy; the first three as slices of one projection."""
     torch.manual_seed(0)
-    batch, parts = max(1, TOKENS // context), [heads * keys, heads * keys, heads * values]
-    projected = torch.randn(batch, context, sum(parts), device=DEVICE, dtype=torch.bfloat16)
+    batch = max(1, TOKENS // context)
+    projection_sizes = [heads * key_size, heads * key_size, heads * value_size]
+    shape = (batch, context, sum(projection_sizes))
+    projected = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.randn(heads, 1, context, context, device=DEVICE) * context**-0.5
     bias = torch.randn(heads, context, device=DEVICE)
-    dy = torch.randn(batch, context, parts[-1], device=DEVICE, dtype=torch.bfloat16)
-    return [*projected.split(parts, dim=-1), weight, bias, dy]
+    dy = torch.randn(batch, context, heads * value_size, device=DEVICE, dtype=torch.bfloat16)
+    return [*projected.split(projection_sizes, dim=-1), weight, bias, dy]
 
 
 def by_lag(tensors: list[Tensor]) -> list[Tensor]:
@@ -82,12 +86,14 @@ def mixings(heads: int) -> dict[str, Callable]:
     decay = torch.tensor([0.0, 1 / 64, 1 / 256, 1 / 256], device=DEVICE).repeat(heads)[:heads]
 
     def lags(query, key, value, lags, bias):
-        options = {"lags": lags, "decay": decay, "backend": "cuda"}
-        return keyed_conv(query, key, value, bias=bias, **options)
+        return keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay, backend="cuda")
 
     def attention(query, key, value, weight, bias):
-        parts = (x.unflatten(-1, (-1, ATTENTION_SIZE)).transpose(1, 2) for x in (query, key, value))
-        y = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = (
+            tensor.unflatten(-1, (-1, ATTENTION_SIZE)).transpose(1, 2)  # heads before tokens
+            for tensor in (query, key, value)
+        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return y.transpose(1, 2).flatten(2)
 
     def flash(*tensors):
@@ -105,51 +111,60 @@ def mixings(heads: int) -> dict[str, Callable]:
     }
 
 
-def rows(context: int, heads: int, keys: int, values: int) -> list[dict]:
-    torch.compiler.reset()  # which compiles a function for a few shapes only, then runs it as it is
+def rows(context: int, heads: int, key_size: int, value_size: int) -> list[dict]:
+    # The compiler compiles a function for a few shapes only, then runs it as it is.
+    torch.compiler.reset()
     calls = mixings(heads)
-    *tensors, dy = inputs(context, heads, keys, values)
-    given = dict.fromkeys(calls, tensors)
-    given["attention"] = given["flash"] = inputs(context, heads, values, values)[:-1]
-    given["lags"] = by_lag(tensors)
-    leaves = {name: [x.detach().requires_grad_() for x in given[name]] for name in calls}
+    *tensors, dy = inputs(context, heads, key_size, value_size)
+    arguments = dict.fromkeys(calls, tensors)
+    arguments["attention"] = inputs(context, heads, value_size, value_size)[:-1]
+    arguments["flash"] = arguments["attention"]
+    arguments["lags"] = by_lag(tensors)
+    leaves = {name: [x.detach().requires_grad_() for x in arguments[name]] for name in calls}
 
     @torch.no_grad()
     def forward(name: str) -> Tensor:
-        return calls[name](*given[name])
+        return calls[name](*arguments[name])
 
     def results(name: str) -> list[Tensor]:
         y = calls[name](*leaves[name])
         gradients = torch.autograd.grad(y, leaves[name], dy, allow_unused=True)
         return [y.detach(), *gradients]
 
-    checked = results("kernels"), results("plain")
-    if problem := difference(*checked, RESULTS):
+    problem = difference(results("kernels"), results("plain"), RESULTS)
+    if problem:
         raise UserError(f"context {context}: {problem}")
-    del checked
 
-    found = []
+    measured = []
     for title, step in (("forward", forward), ("forward and backward", results)):
         timed = {name: lambda _, name=name, step=step: step(name) for name in calls}
         times = interleaved(timed, DEVICE, 1, ROUNDS, BATCH_MS)
-        about = {"context": context, "heads": heads, "keys": keys, "values": values, "pass": title}
-        found.append(about | {"times": times})
-        print(*cells(found[-1]), flush=True)
-    return found
+        row = {
+            "context": context,
+            "heads": heads,
+            "keys": key_size,
+            "values": value_size,
+            "pass": title,
+            "times": times,
+        }
+        measured.append(row)
+        print(*cells(row), flush=True)
+    return measured
 
 
 def cells(row: dict) -> list[str]:
-    about = [str(row[key]) for key in ("context", "heads", "keys", "values", "pass")]
+    case = [str(row[column]) for column in CASE_COLUMNS]
     times = (time.get("ms") for time in row["times"].values())
-    return about + ["-" if ms is None else f"{ms:.3f}" for ms in times]
+    return case + ["-" if ms is None else f"{ms:.3f}" for ms in times]
 
 
 def table(result: dict) -> str:
-    head = ["context", "heads", "keys", "values", "pass"]
-    head += [NAMES[name] for name in result["rows"][0]["times"]]
-    said = f"{TOKENS:,} tokens, bf16; keys, values: the numbers of each in a head. {origin(result)}"
+    head = [*CASE_COLUMNS, *(NAMES[name] for name in result["rows"][0]["times"])]
+    caption = (
+        f"{TOKENS:,} tokens, bf16; keys, values: the numbers of each in a head. {origin(result)}"
+    )
     rows = markdown(head, [cells(row) for row in result["rows"]])
-    return f"# Keyed mixing: milliseconds of one call\n\n{said}\n\n{rows}\n"
+    return f"# Keyed mixing: milliseconds of one call\n\n{caption}\n\n{rows}\n"
 
 
 if __name__ == "__main__":

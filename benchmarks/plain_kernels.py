@@ -75,7 +75,9 @@ def forward(
     if bias is not None:
         y = y + bias[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
-    return (y if residual is None else y + residual).clone(memory_format=torch.contiguous_format)
+    if residual is not None:
+        y = y + residual
+    return y.clone(memory_format=torch.contiguous_format)
 
 
 def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
@@ -93,10 +95,11 @@ def grad_weight(
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     missing = context - x.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dy, x = split_heads(dy, heads), split_heads(x, heads)  # (heads, batch, tokens, width)
-    dweight = (dy @ x.mT).sum(1, dtype=wide).tril()
-    dbias = F.pad(dy.sum((1, 3), dtype=wide), (0, missing))
+    gradient_dtype = torch.promote_types(x.dtype, torch.float32)
+    x = split_heads(x, heads)  # (heads, batch, tokens, width)
+    dy = split_heads(dy, heads)
+    dweight = (dy @ x.mT).sum(1, dtype=gradient_dtype).tril()
+    dbias = F.pad(dy.sum((1, 3), dtype=gradient_dtype), (0, missing))
     if window:
         dlags = diagonal_sums(dweight)[:, :window]
         dweight = F.pad(dlags, (0, window - dlags.shape[-1]))

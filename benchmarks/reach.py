@@ -37,8 +37,8 @@ def losses_of(runs: dict[str, dict]) -> dict[str, dict[int, list[float]]]:
     for name, row in runs.items():
         run = RUN.fullmatch(name)
         window = int(run["window"] or row["settings"]["model.max_position_embeddings"])
-        of_form = losses.setdefault(run["form"], {})
-        of_form.setdefault(window, []).append(row["validation_loss"])
+        by_window = losses.setdefault(run["form"], {})
+        by_window.setdefault(window, []).append(row["validation_loss"])
     return losses
 
 
@@ -46,11 +46,11 @@ def table(losses: dict[str, dict[int, list[float]]]) -> str:
     """A row for each form and window: the mean, how it compares with all lags, and each seed."""
     rows = []
     for form, by_window in losses.items():
-        of_all = mean(by_window[max(by_window)])
+        all_lags = mean(by_window[max(by_window)])
         for window, seeds in sorted(by_window.items()):
-            each = ", ".join(f"{loss:.4f}" for loss in seeds)
-            ratio = f"{mean(seeds) / of_all:.4f}"
-            rows.append([f"{form}, {window}", f"{mean(seeds):.4f}", ratio, each])
+            ratio = f"{mean(seeds) / all_lags:.4f}"
+            losses_of_seeds = ", ".join(f"{loss:.4f}" for loss in seeds)
+            rows.append([f"{form}, {window}", f"{mean(seeds):.4f}", ratio, losses_of_seeds])
     return markdown(["form, window", "loss", "of all lags", "each seed"], rows)
 
 

@@ -16,8 +16,8 @@ def parser_of(description: str, required: bool = True) -> argparse.ArgumentParse
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("--output", required=required, help="path of the results without ending")
-    measured = "commit that is measured; by default what git says"
-    parser.add_argument("--commit", default="", help=measured)
+    measured_commit = "commit that is measured; by default what git says"
+    parser.add_argument("--commit", default="", help=measured_commit)
     return parser
 
 
@@ -31,14 +31,17 @@ def names(text: str) -> list[str]:
 
 def measured_by(options: argparse.Namespace, device: str = "cuda") -> dict:
     """Hardware, commit and command. options: of `parser_of`."""
-    where = {"hardware": hardware(device), "commit": options.commit or commit()}
-    return where | {"command": shlex.join(sys.argv)}
+    return {
+        "hardware": hardware(device),
+        "commit": options.commit or commit(),
+        "command": shlex.join(sys.argv),
+    }
 
 
 def origin(result: dict) -> str:
-    """What `measured_by` has found, in words."""
-    where = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
-    return f"{where}; commit {result['commit'][:10]}; `{result['command']}`"
+    """What `measured_by` returns, in words."""
+    machine = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
+    return f"{machine}; commit {result['commit'][:10]}; `{result['command']}`"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

@@ -56,14 +56,18 @@ FLAT = ["--config", "configs/comparison.yaml", *TEXT]
 KEYED = ["--config", "configs/keyed.yaml", *TEXT]
 LARGE = [*FLAT, "model.hidden_size=2048"]
 SPEEDS = [("flat", FLAT, 32), ("flat", FLAT, 128), ("keyed by lag", KEYED, 128)]
-WINDOWS, WINDOW_SAMPLES = 5, 640  # logged windows after the first, samples of a GPU in each
+WINDOWS = 5  # logged ones after the first
+WINDOW_SAMPLES = 640  # of a GPU in each
 MEASURED = ("tokens_per_second", "peak_memory_gb")  # of a window, as the metrics have them
 # What accelerate launch tells its processes where its configuration file asks for FSDP.
-ASKED = read_yaml(ROOT / "configs/accelerate/1x8_fsdp.yaml")["fsdp_config"]
-FSDP = {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(ASKED[key]) for key in ASKED}
+FSDP_CONFIG = read_yaml(ROOT / "configs/accelerate/1x8_fsdp.yaml")["fsdp_config"]
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
+FSDP |= {key.upper(): str(value) for key, value in FSDP_CONFIG.items()}
 
 # The run that is killed or goes on with other processes, and the undisturbed one.
-SAVE, STEPS, BATCH = 50, 350, 64
+SAVE = 50  # steps between checkpoints
+STEPS = 350
+BATCH = 64
 SMALL = [*FLAT, "model.hidden_size=512", "model.num_hidden_layers=4", "logging.log_every=10"]
 SMALL += ["optim.schedule=constant", "optim.warmup_steps=10"]
 SMALL += [f"checkpoint.save_every={SAVE}", "checkpoint.keep=100"]
@@ -72,24 +76,24 @@ PATIENCE = 60  # seconds in which all processes must end when one was killed
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add = parser.add_argument
     counts = [count for count in (1, 2, 4, 8) if count <= max(2, torch.cuda.device_count())]
-    add("--processes", type=numbers, default=counts)
-    add("--only", nargs="+", choices=PARTS, default=PARTS)
-    add("--repeats", type=int, default=3, help="rounds of speeds")
-    add("--kills", type=int, default=5, choices=range(1, STEPS // SAVE - 1))
+    parser.add_argument("--processes", type=numbers, default=counts)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of speeds")
+    parser.add_argument("--kills", type=int, default=5, choices=range(1, STEPS // SAVE - 1))
     options, overrides = parser.parse_known_args()
     if options.processes[0] != 1 or options.processes[-1] == 1:
         raise UserError(f"--processes {options.processes}; allowed: 1 and larger numbers after it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # ends the run of the moment, too
-    file, folder = (file_of(options.output, end) for end in (".json", "-runs"))
+    file = file_of(options.output, ".json")
+    folder = file_of(options.output, "-runs")
     bench = Bench(folder.absolute(), overrides, options.processes[-1])
     result = measured_by(options) | {"rows": {}}
     if file.exists():
-        before = json.loads(file.read_text())
-        if before["commit"] != result["commit"]:
+        earlier = json.loads(file.read_text())
+        if earlier["commit"] != result["commit"]:
             raise UserError(f"{file} was measured at another commit; give another --output")
-        result["rows"] = before["rows"]
+        result["rows"] = earlier["rows"]
     for name, measure in measurements(bench, options).items():
         if name not in result["rows"] and name.split()[0] in options.only:
             result["rows"][name] = measure()
@@ -100,21 +104,22 @@ def main() -> None:
 
 def measurements(bench: "Bench", options: argparse.Namespace) -> dict[str, Callable[[], dict]]:
     """What measures each row, by its name, which begins with the part."""
-    found = {"start": partial(start, bench)}
+    by_row: dict[str, Callable[[], dict]] = {"start": partial(start, bench)}
     for number in range(1, options.repeats + 1):
         for model, settings, samples in SPEEDS:
             against = f"speed {model} {samples}, 1, round {number}"
             for count in options.processes:
                 row = {"model": model, "samples": samples, "gpus": count, "against": against}
                 name = f"speed {model} {samples}, {count}, round {number}"
-                found[name] = partial(speed, bench, row, settings)
+                by_row[name] = partial(speed, bench, row, settings)
         for engine, environment in (("DDP", {}), ("FSDP", FSDP)):
             row = {"model": f"hidden size 2048, {engine}", "samples": 32, "gpus": bench.count}
             row["against"] = f"fsdp DDP, round {number}"
             name = f"fsdp {engine}, round {number}"
-            found[name] = partial(speed, bench, row, LARGE, **environment)
-    found["kill"] = partial(kill, bench, options.kills)
-    return found | {"resume": partial(resume, bench)}
+            by_row[name] = partial(speed, bench, row, LARGE, environment)
+    by_row["kill"] = partial(kill, bench, options.kills)
+    by_row["resume"] = partial(resume, bench)
+    return by_row
 
 
 # ------------------------------------------------------------------------- runs
@@ -135,18 +140,30 @@ class Bench:
 
     @contextmanager
     def run(
-        self, name: str, count: int, settings: list[str], **environment: str
+        self,
+        name: str,
+        count: int,
+        settings: list[str],
+        environment: dict[str, str] | None = None,
     ) -> Iterator[subprocess.Popen]:
         """The launcher of a run. It is stopped if the block fails."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
-        command = [sys.executable, *(torchrun if count > 1 else []), "train.py", *settings]
-        command += [*self.overrides, f"name={name}", f"output_dir={self.folder}"]
+        command = [sys.executable]
+        if count > 1:
+            command += ["-m", "torch.distributed.run"]
+            command += ["--standalone", f"--nproc_per_node={count}"]
+        command += ["train.py", *settings, *self.overrides]
+        command += [f"name={name}", f"output_dir={self.folder}"]
         command += [f"data.directory={self.folder}/data"]
-        environment = os.environ | {"MIXER_CACHE": f"{self.folder}/cache"} | environment
+        cache = {"MIXER_CACHE": f"{self.folder}/cache"}
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / f"{name}.txt", "w") as output:
-            to_file = {"stdout": output, "stderr": subprocess.STDOUT}
-            launcher = subprocess.Popen(command, cwd=ROOT, env=environment, **to_file)
+            launcher = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=os.environ | cache | (environment or {}),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         try:
             yield launcher
         finally:
@@ -160,8 +177,14 @@ class Bench:
                 raise UserError(f"the run {name} has ended:\n{self.printed(name)[-4000:]}")
             time.sleep(0.005)
 
-    def whole_run(self, name: str, *arguments, **environment: str) -> None:
-        with self.run(name, *arguments, **environment) as launcher:
+    def complete_run(
+        self,
+        name: str,
+        count: int,
+        settings: list[str],
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        with self.run(name, count, settings, environment) as launcher:
             self.until(lambda: launcher.poll() == 0, launcher, name)
 
     def printed(self, name: str) -> str:
@@ -170,7 +193,9 @@ class Bench:
     def step(self, name: str) -> int:
         """The last step that a run has logged; 0 before the first."""
         metrics = self.folder / name / "metrics.jsonl"
-        steps = re.findall('"step": ([0-9]+)', metrics.read_text()) if metrics.exists() else []
+        if not metrics.exists():
+            return 0
+        steps = re.findall('"step": ([0-9]+)', metrics.read_text())
         return int(steps[-1]) if steps else 0
 
     def fresh(self, name: str) -> Path:
@@ -197,53 +222,68 @@ def start(bench: Bench) -> dict:
         bench.until(lambda: bench.step(run.name) > 0, launcher, run.name)
         seconds = round(time.monotonic() - began, 1)
         bench.until(lambda: launcher.poll() == 0, launcher, run.name)
-    made = {"data made": "tokenizer: ", "kernels built": "building CUDA kernels"}
-    row = {"processes": bench.count, "seconds to the first loss": seconds}
-    return row | {what: bench.printed(run.name).count(said) for what, said in made.items()}
+    printed = bench.printed(run.name)
+    return {
+        "processes": bench.count,
+        "seconds to the first loss": seconds,
+        "data made": printed.count("tokenizer: "),
+        "kernels built": printed.count("building CUDA kernels"),
+    }
 
 
 def small(samples: int, steps: int = STEPS) -> list[str]:
     return [*SMALL, f"train.batch_size={samples}", f"train.steps={steps}"]
 
 
-def speed(bench: Bench, row: dict, settings: list[str], **environment: str) -> dict:
+def speed(
+    bench: Bench,
+    row: dict,
+    settings: list[str],
+    environment: dict[str, str] | None = None,
+) -> dict:
     """row: what is measured, and the name of the row that it is set against."""
     window = max(WINDOW_SAMPLES // row["samples"], 1)
     settings = [*settings, f"train.batch_size={row['samples']}", "optim.warmup_steps=1"]
     settings += [f"train.steps={window * (WINDOWS + 1)}", f"logging.log_every={window}"]
     settings += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
     run = bench.fresh("speed")
-    bench.whole_run(run.name, row["gpus"], settings, **environment)
+    bench.complete_run(run.name, row["gpus"], settings, environment)
     windows = [line for line in read_metrics(run) if "loss" in line][1:]
     row |= {key: median(line[key] for line in windows) for key in MEASURED}
     return row | {"tokens": windows[0]["tokens"] // windows[0]["step"] // row["gpus"]}
 
 
 def kill(bench: Bench, kills: int) -> dict:
-    wanted, run, drawn = bench.undisturbed(), bench.fresh("killed"), random.Random(0)
-    arguments, ends = (run.name, bench.count, small(BATCH)), []
+    undisturbed = bench.undisturbed()
+    run = bench.fresh("killed")
+    rng = random.Random(0)
+    settings = small(BATCH)
+    ends = []
     for number in range(1, kills + 1):
         # The lines of steps after the last save are there until the run has begun again.
-        step = max(SAVE * number + drawn.randrange(SAVE), bench.step(run.name) + 1)
-        with bench.run(*arguments) as launcher:
+        step = max(SAVE * number + rng.randrange(SAVE), bench.step(run.name) + 1)
+        with bench.run(run.name, bench.count, settings) as launcher:
             bench.until(lambda step=step: bench.step(run.name) >= step, launcher, run.name)
             bench.until(lambda: any(run.glob("step-*[0-9]")), launcher, run.name)
-            rank, step = drawn.randrange(bench.count), bench.step(run.name)
+            rank = rng.randrange(bench.count)
+            step = bench.step(run.name)
             ends.append({"killed ranks": rank, "after steps": step} | end(launcher, rank))
         cause = re.search(r"Root Cause.*?rank +: (\d+)", bench.printed(run.name), re.DOTALL)
         ends[-1]["named by the launcher"] = cause and int(cause[1])
-    bench.whole_run(*arguments)
-    row = {"processes": bench.count, "the same bits": outcome(run) == outcome(wanted)}
-    return row | {key: [one[key] for one in ends] for key in ends[0]}
+    bench.complete_run(run.name, bench.count, settings)
+    row = {"processes": bench.count, "the same bits": outcome(run) == outcome(undisturbed)}
+    return row | {key: [ended[key] for ended in ends] for key in ends[0]}
 
 
 def end(launcher: subprocess.Popen, rank: int) -> dict:
     """Kills a process of a run. The others must end by themselves; those that have not in PATIENCE
     are killed, too.
     """
-    processes, began = psutil.Process(launcher.pid).children(), time.monotonic()
-    next(one for one in processes if one.environ()["RANK"] == str(rank)).kill()
-    _, alive = psutil.wait_procs([*processes, psutil.Process(launcher.pid)], PATIENCE)
+    parent = psutil.Process(launcher.pid)
+    ranks = parent.children()
+    began = time.monotonic()
+    next(process for process in ranks if process.environ()["RANK"] == str(rank)).kill()
+    _, alive = psutil.wait_procs([*ranks, parent], PATIENCE)
     seconds = round(time.monotonic() - began, 1)
     for process in alive:
         process.kill()
@@ -257,42 +297,55 @@ def outcome(run: Path) -> tuple:
 
 
 def resume(bench: Bench) -> dict:
-    wanted, run = bench.undisturbed(), bench.fresh("resumed")
-    half, steps = bench.count // 2, (STEPS - 2 * SAVE, STEPS - SAVE)
-    begin = f"checkpoint.resume={wanted}/step-{steps[0]}"
-    bench.whole_run(run.name, half, [*small(2 * BATCH, steps[1]), begin])
-    bench.whole_run(run.name, bench.count, small(BATCH))
-    ours, theirs = (dict(zip(*outcome(one)[0], strict=True)) for one in (run, wanted))
-    apart = [abs(ours[step] / theirs[step] - 1) for step in ours]
-    row = {"processes": [bench.count, half, bench.count], "losses": len(apart)}
-    return row | {"most apart (relative)": float(f"{max(apart):.1e}")}
+    undisturbed = bench.undisturbed()
+    run = bench.fresh("resumed")
+    half = bench.count // 2
+    begin = f"checkpoint.resume={undisturbed}/step-{STEPS - 2 * SAVE}"
+    bench.complete_run(run.name, half, [*small(2 * BATCH, STEPS - SAVE), begin])
+    bench.complete_run(run.name, bench.count, small(BATCH))
+    losses = losses_by_step(run)
+    expected = losses_by_step(undisturbed)
+    differences = [abs(losses[step] / expected[step] - 1) for step in losses]
+    return {
+        "processes": [bench.count, half, bench.count],
+        "losses": len(differences),
+        "most apart (relative)": float(f"{max(differences):.1e}"),
+    }
+
+
+def losses_by_step(run: Path) -> dict[int, float]:
+    steps, losses = series(read_metrics(run), "loss")
+    return dict(zip(steps, losses, strict=True))
 
 
 # ------------------------------------------------------------------------- report
 
 
 def table(result: dict) -> str:
-    rows, speeds, told = result["rows"], {}, []
+    rows = result["rows"]
+    speeds: dict[tuple, list[dict]] = {}
+    remarks = []
     for name, row in rows.items():
         if "model" in row:
             speeds.setdefault((row["model"], row["tokens"], row["gpus"]), []).append(row)
         else:
-            told.append(f"- **{name}**: " + "; ".join(f"{key} {row[key]}" for key in row))
+            remarks.append(f"- **{name}**: " + "; ".join(f"{key} {row[key]}" for key in row))
     head = ["model", "tokens a GPU", "GPUs", "tokens/s", "share of perfect, or of DDP"]
     lines = []
     for (model, tokens, count), rounds in speeds.items():
         rate, memory = (median(row[key] for row in rounds) for key in MEASURED)
         shares = [share(row, rows[row["against"]]) for row in rounds]
         cells = [model, f"{tokens:,}", str(count), f"{rate:,.0f}", f"{median(shares):.3f}"]
-        apart = f"{min(shares):.3f} to {max(shares):.3f}"
-        lines.append([*cells, apart, f"{memory:.1f}"])
-    found = markdown([*head, "over the rounds", "GB"], lines)
-    return "\n".join([found, "", *told, "", f"Measured on {origin(result)}.", ""])
+        spread = f"{min(shares):.3f} to {max(shares):.3f}"
+        lines.append([*cells, spread, f"{memory:.1f}"])
+    speed_table = markdown([*head, "over the rounds", "GB"], lines)
+    return "\n".join([speed_table, "", *remarks, "", f"Measured on {origin(result)}.", ""])
 
 
-def share(row: dict, other: dict) -> float:
+def share(row: dict, baseline: dict) -> float:
     """Tokens/s of a GPU as a share of those of another row."""
-    return row["tokens_per_second"] / row["gpus"] / (other["tokens_per_second"] / other["gpus"])
+    rate = row["tokens_per_second"] / row["gpus"]
+    return rate / (baseline["tokens_per_second"] / baseline["gpus"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ slots, so that outputs rotate as well.
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,9 +18,8 @@ from mixer.common.errors import first_line
 Call = Callable[[int], object]
 
 SPIN_CYCLES_PER_MS = 2_000_000  # of torch.cuda._sleep at 2 GHz; a slower clock only spins longer
-MAX_QUEUED_MS = (
-    4.0  # host time of a batch behind the spin: a longer one would fill the launch queue and block
-)
+# Host time of a batch behind the spin: a longer one would fill the launch queue and block.
+MAX_QUEUED_MS = 4.0
 
 
 def interleaved(
@@ -39,7 +38,10 @@ def interleaved(
     alone. Without it a batch starts on an idle GPU and the host's share counts, as it does for a
     user; the first calls, which find caches and memory pool as another call left them, go untimed.
     """
-    turns, plans, samples, results = {}, {}, {}, {}
+    turns: dict[str, Iterator[int]] = {}
+    plans: dict[str, tuple[int, int]] = {}
+    samples: dict[str, list[float]] = {}
+    results: dict[str, dict] = {}
     for name, call in calls.items():
         try:
             turns[name] = itertools.count()
@@ -57,13 +59,11 @@ def interleaved(
             if index:  # round 0 fills the allocator and the instruction cache
                 samples[name].append(ms)
     for name in names:
-        low, middle, high = (
-            statistics.quantiles(samples[name], n=4) if rounds > 1 else samples[name] * 3
-        )
+        quartiles = statistics.quantiles(samples[name], n=4) if rounds > 1 else samples[name] * 3
         results[name] = {
-            "ms": middle,
-            "low": low,
-            "high": high,
+            "ms": quartiles[1],
+            "low": quartiles[0],
+            "high": quartiles[2],
             "rounds": rounds,
             "calls": plans[name][0],
         }
@@ -71,7 +71,7 @@ def interleaved(
 
 
 def plan(
-    call: Call, turn, device: str, slots: int, batch_ms: float, hide_host: bool
+    call: Call, turn: Iterator[int], device: str, slots: int, batch_ms: float, hide_host: bool
 ) -> tuple[int, int]:
     """(calls in a batch, cycles of the spin before it)."""
     batch(call, turn, slots + 1, device, slots)
@@ -80,19 +80,20 @@ def plan(
     if device == "cpu" or not hide_host:
         return count, 0
     count = max(1, min(count, int(MAX_QUEUED_MS / host_ms)))
-    return count, int(1.25 * SPIN_CYCLES_PER_MS * min(count * host_ms + 0.02, 2 * MAX_QUEUED_MS))
+    spin_ms = min(count * host_ms + 0.02, 2 * MAX_QUEUED_MS)
+    return count, int(1.25 * SPIN_CYCLES_PER_MS * spin_ms)
 
 
 def batch(
-    call: Call, turn, count: int, device: str, slots: int, spin: int = 0
+    call: Call, turn: Iterator[int], count: int, device: str, slots: int, spin: int = 0
 ) -> tuple[float, float]:
     """(milliseconds per call, milliseconds of host time per call) of `count` calls in a row."""
-    held = [None] * slots
+    outputs = [None] * slots  # of one turn of the slots
     picked = [next(turn) % slots for _ in range(count)]
     if device == "cpu":
         start = time.perf_counter()
         for slot in picked:
-            held[slot] = call(slot)
+            outputs[slot] = call(slot)
         ms = 1e3 * (time.perf_counter() - start) / count
         return ms, ms
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -102,7 +103,7 @@ def batch(
     begin.record()
     start = time.perf_counter()
     for slot in picked:
-        held[slot] = call(slot)
+        outputs[slot] = call(slot)
     host_ms = 1e3 * (time.perf_counter() - start) / count
     end.record()
     end.synchronize()
@@ -139,8 +140,9 @@ def capture(call: Call, slots: int, pool) -> torch.cuda.CUDAGraph | None:
     try:
         warm_up(call)
         with torch.cuda.graph(graph, pool=pool):
-            held = [call(slot) for slot in range(slots)]  # held, so that outputs rotate here too
-        del held
+            # All at once in memory, so that outputs rotate here too.
+            outputs = [call(slot) for slot in range(slots)]
+        del outputs
         return graph
     except RuntimeError:
         torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
@@ -170,10 +172,9 @@ def set_tf32(allowed: bool) -> None:
 def product_tflops(dtype: torch.dtype, device: str, size: int) -> float:
     """What the vendor's library reaches on a dense product of size^3, in TFLOP/s."""
     a, b, out = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
-    timing = interleaved(
-        {"": lambda _: torch.mm(a, b, out=out)}, device, 1, 9, 15.0 if device == "cuda" else 2.0
-    )
-    return 2e-9 * size**3 / timing[""]["ms"]
+    batch_ms = 15.0 if device == "cuda" else 2.0
+    times = interleaved({"product": lambda _: torch.mm(a, b, out=out)}, device, 1, 9, batch_ms)
+    return 2e-9 * size**3 / times["product"]["ms"]
 
 
 def copy_bytes_per_ms(device: str) -> float:
@@ -181,7 +182,6 @@ def copy_bytes_per_ms(device: str) -> float:
     size = 2**31 if device == "cuda" else 2**24
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = interleaved(
-        {"": lambda _: target.copy_(source)}, device, 1, 9, 10.0 if device == "cuda" else 2.0
-    )
-    return 2 * size / timing[""]["ms"]
+    batch_ms = 10.0 if device == "cuda" else 2.0
+    times = interleaved({"copy": lambda _: target.copy_(source)}, device, 1, 9, batch_ms)
+    return 2 * size / times["copy"]["ms"]

@@ -14,6 +14,7 @@ tried: --device cpu --tokens 64,128 --channels 32 --batch-tokens 256.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import time
@@ -52,19 +53,25 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, required=False)
-    add = parser.add_argument
-    add("--plot", metavar="PATH.json", help="draw these results again and measure nothing")
-    add("--suite", choices=("main", "sweep", "both"), default="main")
-    add("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
-    add("--operations", type=names, default=[*VARIANTS], help="only these")
-    add("--channels", type=int, default=1024, help="channels of the base case")
-    types = ("bfloat16", "float16")
-    add("--dtype", choices=types, default="bfloat16", help="type of the base case")
-    add("--batch-tokens", type=int, default=65536, help="batch x tokens of the base case")
-    add("--rounds", type=int, default=9)
-    add("--batch-ms", type=float, default=4.0, help="length of a timed batch of calls")
+    again = "draw these results again and measure nothing"
+    parser.add_argument("--plot", metavar="PATH.json", help=again)
+    parser.add_argument("--suite", choices=("main", "sweep", "both"), default="main")
+    parser.add_argument("--tokens", type=numbers, help="only these contexts, e.g. 512,2048")
+    parser.add_argument("--operations", type=names, default=[*VARIANTS], help="only these")
+    parser.add_argument("--channels", type=int, default=1024, help="channels of the base case")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="bfloat16",
+        help="type of the base case",
+    )
+    batch_tokens = "batch x tokens of the base case"
+    parser.add_argument("--batch-tokens", type=int, default=65536, help=batch_tokens)
+    parser.add_argument("--rounds", type=int, default=9)
+    batch_ms = "length of a timed batch of calls"
+    parser.add_argument("--batch-ms", type=float, default=4.0, help=batch_ms)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, choices=("cuda", "cpu"))
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
     return parser.parse_args()
 
 
@@ -73,39 +80,42 @@ def arguments() -> argparse.Namespace:
 
 def shapes(options: argparse.Namespace) -> list[tuple[str, Shape]]:
     """(suite, shape) of everything that was asked for."""
-    if unknown := set(options.operations) - set(VARIANTS):
-        said = ", ".join(sorted(unknown))
-        raise UserError(f"--operations has {said}; allowed: {', '.join(VARIANTS)}")
+    unknown = ", ".join(sorted(set(options.operations) - set(VARIANTS)))
+    if unknown:
+        raise UserError(f"--operations has {unknown}; allowed: {', '.join(VARIANTS)}")
     base = Shape(512, options.channels, options.batch_tokens, dtype=options.dtype)
-    found = []
+    planned = []
     if options.suite in ("main", "both"):
-        chosen = options.tokens or MAIN_TOKENS
-        found += [("main", dataclasses.replace(base, tokens=tokens)) for tokens in chosen]
+        for tokens in options.tokens or MAIN_TOKENS:
+            planned.append(("main", dataclasses.replace(base, tokens=tokens)))
     if options.suite in ("sweep", "both"):
-        wanted = [one for one in sweep(base) if not options.tokens or one.tokens in options.tokens]
-        found += [("sweep", shape) for shape in wanted]
-    if not found:
+        for shape in sweep(base):
+            if not options.tokens or shape.tokens in options.tokens:
+                planned.append(("sweep", shape))
+    if not planned:
         raise UserError(f"no shape of suite {options.suite} has --tokens {options.tokens}")
-    return found
+    return planned
 
 
 def sweep(base: Shape) -> list[Shape]:
     """One factor changed at a time."""
 
-    def changed(factor: str, **changes) -> Shape:
-        return dataclasses.replace(base, factor=factor, **changes)
-
-    def scaled(name: str, *factors: float) -> list[int]:
-        return [int(getattr(base, name) * factor) for factor in factors]
-
-    found = [changed("base")]
-    found += [changed("tokens", tokens=tokens) for tokens in (128, 256, 640, 1000, 1536)]
-    found += [changed("channels", channels=n) for n in scaled("channels", 1 / 4, 1 / 2, 2, 4)]
-    found += [changed("heads", heads=heads) for heads in (2, 4, 8)]
+    changed = functools.partial(dataclasses.replace, base)
+    cases = [changed(factor="base")]
+    for tokens in (128, 256, 640, 1000, 1536):
+        cases.append(changed(factor="tokens", tokens=tokens))
+    for scale in (1 / 4, 1 / 2, 2, 4):
+        cases.append(changed(factor="channels", channels=int(base.channels * scale)))
+    for heads in (2, 4, 8):
+        cases.append(changed(factor="heads", heads=heads))
     for tokens in (512, 4096):
-        for count in scaled("batch_tokens", 1 / 16, 1 / 4, 4):
-            found.append(changed("batch x tokens", tokens=tokens, batch_tokens=count))
-    return found + ([changed("dtype", dtype="float16")] if base.dtype != "float16" else [])
+        for scale in (1 / 16, 1 / 4, 4):
+            batch_tokens = int(base.batch_tokens * scale)
+            case = changed(factor="batch x tokens", tokens=tokens, batch_tokens=batch_tokens)
+            cases.append(case)
+    if base.dtype != "float16":
+        cases.append(changed(factor="dtype", dtype="float16"))
+    return cases
 
 
 # ------------------------------------------------------------------------- measuring
@@ -115,8 +125,10 @@ def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
     timing.set_tf32(True)
-    device, planned = options.device, shapes(options)
-    if device == "cuda" and (reason := cuda.device_reason(0)):
+    device = options.device
+    planned = shapes(options)
+    reason = cuda.device_reason(0) if device == "cuda" else None
+    if reason:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, device)
     result |= {"rounds": options.rounds, "batch_ms": options.batch_ms}
@@ -135,19 +147,21 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def measure_shape(suite: str, shape: Shape, options: argparse.Namespace, result: dict) -> None:
-    ceilings, kind = result["ceilings_tflops"], shape.arithmetic
-    if kind not in ceilings:
-        size = options.device, result["ceiling_size"]
-        ceilings[kind] = timing.product_tflops(shape.torch_dtype, *size)
+    ceilings = result["ceilings_tflops"]
+    if shape.arithmetic not in ceilings:
+        size = result["ceiling_size"]
+        tflops = timing.product_tflops(shape.torch_dtype, options.device, size)
+        ceilings[shape.arithmetic] = tflops
+    ceiling = ceilings[shape.arithmetic]
     data = Data(shape, options.device)
     for operation in VARIANTS if suite == "main" else SWEEP_OPERATIONS:
         if operation not in options.operations:
             continue
         case = {"suite": suite, "operation": operation, **dataclasses.asdict(shape)}
-        case |= {"batch": shape.batch, "slots": len(data.slots), "ceiling_tflops": ceilings[kind]}
+        case |= {"batch": shape.batch, "slots": len(data.slots), "ceiling_tflops": ceiling}
         case["useful_flops"] = useful_flops(shape, operation)
         case["least_bytes"] = least_bytes(shape, operation)
-        case["floor_ms"] = floor_ms(shape, operation, result["copy_tb_s"] * 1e9, ceilings[kind])
+        case["floor_ms"] = floor_ms(shape, operation, result["copy_tb_s"] * 1e9, ceiling)
         case["variants"] = measure_operation(operation, data, suite == "main", options)
         result["cases"].append(case)
     del data
@@ -162,15 +176,19 @@ def measure_operation(
 ) -> list[dict]:
     """A row for each variant: how it did in its check and, where it passed, its times."""
     variants, rows = checked(operation, data, compiled)
-    pairs = zip(variants, rows, strict=True)
-    calls = {variant.name: variant.call for variant, row in pairs if not row["failure"]}
-    slots, rounds, ms = len(data.slots), options.rounds, options.batch_ms
+    calls = {}
+    for variant, row in zip(variants, rows, strict=True):
+        if not row["failure"]:
+            calls[variant.name] = variant.call
+    slots = len(data.slots)
+    rounds = options.rounds
     eager = operation == "autograd"  # there the host counts; a graph tells what the GPU takes
-    longer = ms * (5 if eager else 1)
-    timings = timing.interleaved(calls, data.device, slots, rounds, longer, not eager)
-    calls = {name: call for name, call in calls.items() if "ms" in timings[name]}
-    on_gpu = eager and data.device == "cuda"
-    graphs = timing.replayed(calls, slots, rounds, ms) if on_gpu else {}
+    batch_ms = options.batch_ms * (5 if eager else 1)
+    timings = timing.interleaved(calls, data.device, slots, rounds, batch_ms, not eager)
+    graphs = {}
+    if eager and data.device == "cuda":
+        calls = {name: call for name, call in calls.items() if "ms" in timings[name]}
+        graphs = timing.replayed(calls, slots, rounds, options.batch_ms)
     for row in rows:
         row |= timings.get(row["name"], {})
         if eager:
@@ -180,11 +198,15 @@ def measure_operation(
 
 def checked(operation: str, data: Data, compiled: bool) -> tuple[list[Variant], list[dict]]:
     """The variants of an operation, and a row for each: how it did in its check."""
-    variants, rows, full = VARIANTS[operation](data, compiled), [], exact(operation, data)
-    for one in variants:
-        wanted = exact(operation, data, by_lag=True) if one.family == "by lag" else full
-        found = check(one, operation, wanted, data)
-        rows.append({"name": one.name, "family": one.family, **found})
+    variants = VARIANTS[operation](data, compiled)
+    of_full_weight = exact(operation, data)
+    rows = []
+    for variant in variants:
+        expected = of_full_weight
+        if variant.family == "by lag":
+            expected = exact(operation, data, by_lag=True)
+        row = {"name": variant.name, "family": variant.family}
+        rows.append(row | check(variant, operation, expected, data))
     return variants, rows
 
 
@@ -193,8 +215,8 @@ def checked(operation: str, data: Data, compiled: bool) -> tuple[list[Variant], 
 
 def useful_flops(shape: Shape, operation: str) -> int:
     """Two for each product on or below the diagonal."""
-    one = shape.batch * shape.channels * shape.tokens * (shape.tokens + 1)
-    return {"pack": 0, "autograd": 3}.get(operation, 1) * one
+    product = shape.batch * shape.channels * shape.tokens * (shape.tokens + 1)
+    return {"pack": 0, "autograd": 3}.get(operation, 1) * product
 
 
 def least_bytes(shape: Shape, operation: str) -> int:
@@ -222,8 +244,8 @@ def floor_ms(shape: Shape, operation: str, bytes_per_ms: float, tflops: float) -
     arithmetic, both as measured.
     """
     if operation == "autograd":
-        parts = ("pack", "forward", "grad_input", "grad_weight")
-        return sum(floor_ms(shape, part, bytes_per_ms, tflops) for part in parts)
+        passes = ("pack", "forward", "grad_input", "grad_weight")
+        return sum(floor_ms(shape, one_pass, bytes_per_ms, tflops) for one_pass in passes)
     pairs = sum(min(row // 64 * 64 + 64, shape.tokens) for row in range(shape.tokens))
     flops = 2 * shape.batch * shape.channels * pairs
     arithmetic = 0.0 if operation == "pack" else flops / (tflops * 1e9)

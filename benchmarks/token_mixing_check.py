@@ -23,48 +23,55 @@ def exact(operation: str, data: Data, by_lag: bool = False) -> tuple[Tensor, ...
 
     Sample by sample: a batch would hold a gradient of the weight for each of its samples.
     """
-    slot, ys, dxs = data.slots[0], [], []
+    slot = data.slots[0]
     if operation == "pack":
         return (slot.masked,)
-    weight = slot.lags.to(slot.x.dtype) if by_lag else slot.masked
-    weight = weight.double().requires_grad_()
-    full, lags = (None, weight[:, None]) if by_lag else (weight[:, None], None)
+    mixing = slot.lags.to(slot.x.dtype) if by_lag else slot.masked
+    mixing = mixing.double().requires_grad_()
+    weight = None if by_lag else mixing[:, None]
+    lags = mixing[:, None] if by_lag else None
     bias = {"fused": slot.narrow_bias, "autograd": slot.bias}.get(operation)
-    bias = None if bias is None else bias.double().requires_grad_()
+    if bias is not None:
+        bias = bias.double().requires_grad_()
+    ys = []
+    dxs = []
     for x, dy, residual in zip(slot.x, slot.dy, slot.residual, strict=True):
         x = x[None].double().requires_grad_()
         residual = residual[None].double() if operation == "fused" else None
-        y = plain.triangular_conv(x, full, bias, residual, lags=lags)
-        y.backward(dy[None].double())  # adds to the gradients of weight and bias
+        y = plain.triangular_conv(x, weight, bias, residual, lags=lags)
+        y.backward(dy[None].double())  # adds to the gradients of mixing and bias
         ys.append(y.detach().float())
         dxs.append(x.grad.float())
-    y, dx, dweight = torch.cat(ys), torch.cat(dxs), weight.grad
+    y = torch.cat(ys)
+    dx = torch.cat(dxs)
     if operation == "autograd":
-        return dweight, dx, bias.grad, y
-    return ({"grad_input": dx, "grad_weight": dweight}.get(operation, y),)
+        return mixing.grad, dx, bias.grad, y
+    return ({"grad_input": dx, "grad_weight": mixing.grad}.get(operation, y),)
 
 
-def check(variant: Variant, operation: str, wanted: tuple[Tensor, ...], data: Data) -> dict:
+def check(variant: Variant, operation: str, expected: tuple[Tensor, ...], data: Data) -> dict:
     """{"error": largest relative RMSE, "failure": why it must not be timed, or None}."""
     try:
         with contextlib.nullcontext() if variant.compiled else poisoned(data.slots[0]):
             results = variant.standard(variant.call(0))
         results = results if isinstance(results, tuple) else (results,)
-        errors = [rmse(*pair) for pair in zip(results, wanted, strict=True)]
+        errors = [rmse(*pair) for pair in zip(results, expected, strict=True)]
     except Exception as error:  # whatever it is, the other variants go on without this one
         return {"error": None, "failure": first_line(error)}
     error = max(errors, key=lambda value: math.inf if math.isnan(value) else value)
     if not error < MAX_ERROR:
         return {"error": str(error), "failure": f"wrong: relative RMSE {error:.2g} against fp64"}
-    leaks = operation in GRADIENTS and variant.family != "by lag" and results[0].triu(1).any()
-    return {"error": error, "failure": "wrong: not zero above the diagonal" if leaks else None}
+    is_square = operation in GRADIENTS and variant.family != "by lag"
+    if is_square and results[0].triu(1).any():
+        return {"error": error, "failure": "wrong: not zero above the diagonal"}
+    return {"error": error, "failure": None}
 
 
-def rmse(found: Tensor, wanted: Tensor) -> float:
-    if found.shape != wanted.shape:
-        raise ValueError(f"shape {tuple(found.shape)} where {tuple(wanted.shape)} was expected")
-    found, wanted = found.float(), wanted.float()
-    return ((found - wanted).norm() / wanted.norm()).item()
+def rmse(result: Tensor, expected: Tensor) -> float:
+    if result.shape != expected.shape:
+        raise ValueError(f"shape {tuple(result.shape)} where {tuple(expected.shape)} was expected")
+    expected = expected.float()
+    return ((result.float() - expected).norm() / expected.norm()).item()
 
 
 @contextlib.contextmanager

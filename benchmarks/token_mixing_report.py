@@ -21,6 +21,7 @@ OPERATIONS = {
 SPEEDUP_OPERATIONS = ("forward", "fused", "grad_input", "grad_weight", "autograd")
 OURS = ("ours", "by lag", "auto")
 FAMILIES = ("by lag", "dense", "Conv1d", "Linear", "panels", "compiled")  # columns of the tables
+RATES = ("useful TFLOP/s", "% of ceiling", "% of floor")  # columns of what `rates` returns
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -34,11 +35,8 @@ def passed(case: dict, key: str = "ms") -> list[dict]:
 
 def of_family(case: dict, family: str, key: str = "ms") -> dict | None:
     """The fastest variant of a family, or None."""
-    return min(
-        (row for row in passed(case, key) if row["family"] == family),
-        key=lambda row: row[key],
-        default=None,
-    )
+    rows = [row for row in passed(case, key) if row["family"] == family]
+    return min(rows, key=lambda row: row[key], default=None)
 
 
 def best_alternative(case: dict, key: str = "ms") -> dict | None:
@@ -51,8 +49,8 @@ def speedup(case: dict, key: str = "ms", over: str | None = None) -> float | Non
     both passed their check.
     """
     mine = of_family(case, "ours", key)
-    other = of_family(case, over, key) if over else best_alternative(case, key)
-    return other[key] / mine[key] if mine and other else None
+    alternative = of_family(case, over, key) if over else best_alternative(case, key)
+    return alternative[key] / mine[key] if mine and alternative else None
 
 
 # ------------------------------------------------------------------------- tables
@@ -60,30 +58,36 @@ def speedup(case: dict, key: str = "ms", over: str | None = None) -> float | Non
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
-    parts = [f"# Token mixing on {result['hardware'].get('device')}", introduction(result)]
+    title = f"# Token mixing on {result['hardware'].get('device')}"
+    paragraphs = [title, introduction(result)]
     for suite, tables in (("main", main_tables), ("sweep", sweep_tables)):
-        for operation, title in OPERATIONS.items():
-            of = {"suite": suite, "operation": operation}
-            if cases := [case for case in result["cases"] if of.items() <= case.items()]:
-                parts += section(suite, title, cases, tables)
-    return "\n\n".join([*parts, *failures(result), f"Measured on {origin(result)}."]) + "\n"
+        for operation, operation_title in OPERATIONS.items():
+            cases = [
+                case
+                for case in result["cases"]
+                if case["suite"] == suite and case["operation"] == operation
+            ]
+            if cases:
+                paragraphs += section(suite, operation_title, cases, tables)
+    paragraphs += [*failures(result), f"Measured on {origin(result)}."]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def section(suite: str, title: str, cases: list[dict], tables: Callable) -> list[str]:
     base = cases[0]
     size = f"{base['channels']} channels, batch x tokens {base['batch_tokens']:,}"
     if suite == "main":
-        parts = [f"## {title}", f"{size}, {arithmetic(base)}."]
+        paragraphs = [f"## {title}", f"{size}, {arithmetic(base)}."]
     else:
-        parts = [f"## Sweep: {title.lower()}"]
+        paragraphs = [f"## Sweep: {title.lower()}"]
     if base["operation"] != "autograd":
-        return [*parts, *tables(cases, "ms")]
-    parts += ["Wall time of eager calls in a row, the host's share included:"]
-    parts += tables(cases, "ms")
+        return [*paragraphs, *tables(cases, "ms")]
+    paragraphs += ["Wall time of eager calls in a row, the host's share included:"]
+    paragraphs += tables(cases, "ms")
     if any(passed(case, "graph_ms") for case in cases):
         graphs = "GPU time alone, the same replayed as a CUDA graph:"
-        parts += [graphs, tables(cases, "graph_ms")[0]]
-    return parts
+        paragraphs += [graphs, tables(cases, "graph_ms")[0]]
+    return paragraphs
 
 
 def introduction(result: dict) -> str:
@@ -91,15 +95,16 @@ def introduction(result: dict) -> str:
     ceilings = ", ".join(
         f"{name} {value:.4g} TFLOP/s" for name, value in result["ceilings_tflops"].items()
     )
-    rotation = (
-        "buffers rotate beyond three times the L2 cache; GPU time, host hidden, except where it "
-        "says wall time"
-    )
-    on_cpu = "plain PyTorch in the place of our kernels, wall time of a CPU"
-    how = on_cpu if result["hardware"].get("device") == "cpu" else rotation
+    if result["hardware"].get("device") == "cpu":
+        method = "plain PyTorch in the place of our kernels, wall time of a CPU"
+    else:
+        method = (
+            "buffers rotate beyond three times the L2 cache; GPU time, host hidden, except where "
+            "it says wall time"
+        )
     return (
         f"Ours is backend `cuda`. Medians of {result['rounds']} interleaved rounds, in "
-        f"milliseconds; {how}. The speed-up is over the best alternative of any column. Useful "
+        f"milliseconds; {method}. The speed-up is over the best alternative of any column. Useful "
         "operations are those on and below the diagonal. Ceiling: the library's dense product of "
         f"{size} ({ceilings}). Floor: the slower of memory (every byte once, at the "
         f"{result['copy_tb_s']:.3g} TB/s of a copy) and arithmetic (in steps of 64 rows, at the "
@@ -117,13 +122,15 @@ def main_tables(cases: list[dict], key: str) -> list[str]:
 
 
 def comparison(cases: list[dict], key: str) -> str:
-    found = [one for one in FAMILIES if any(of_family(case, one, key) for case in cases)]
-    head = ["tokens", "ours", *found, "speed-up", "useful TFLOP/s", "% of ceiling", "% of floor"]
+    families = [
+        family for family in FAMILIES if any(of_family(case, family, key) for case in cases)
+    ]
+    head = ["tokens", "ours", *families, "speed-up", *RATES]
     rows = []
     for case in cases:
-        others = [cell(case, family, key) for family in found]
-        faster = number(speedup(case, key), ".2f")
-        rows.append([str(case["tokens"]), ours_cell(case, key), *others, faster, *rates(case, key)])
+        row = [str(case["tokens"]), ours_cell(case, key)]
+        row += [cell(case, family, key) for family in families]
+        rows.append([*row, number(speedup(case, key), ".2f"), *rates(case, key)])
     return markdown(head, rows)
 
 
@@ -149,16 +156,18 @@ def rates(case: dict, key: str) -> list[str]:
     mine = of_family(case, "ours", key)
     if mine is None:
         return ["-", "-", "-"]
-    reached = case["useful_flops"] / mine[key] / 1e9
-    known = [f"{reached:.4g}", f"{100 * reached / case['ceiling_tflops']:.0f}"]
-    return [*(known if reached else "--"), f"{100 * case['floor_ms'] / mine[key]:.0f}"]
+    of_floor = f"{100 * case['floor_ms'] / mine[key]:.0f}"
+    tflops = case["useful_flops"] / mine[key] / 1e9
+    if tflops == 0:  # packing multiplies nothing
+        return ["-", "-", of_floor]
+    return [f"{tflops:.4g}", f"{100 * tflops / case['ceiling_tflops']:.0f}", of_floor]
 
 
 def all_variants(cases: list[dict], key: str) -> str:
     """Every variant, folded away: what the best of a column was chosen from."""
     names = list(dict.fromkeys(row["name"] for case in cases for row in case["variants"]))
     times = [{row["name"]: row[key] for row in passed(case, key)} for case in cases]
-    rows = [[name, *(number(known.get(name), ".4f") for known in times)] for name in names]
+    rows = [[name, *(number(of_case.get(name), ".4f") for of_case in times)] for name in names]
     head = ["variant", *(str(case["tokens"]) for case in cases)]
     return f"<details><summary>Every variant</summary>\n\n{markdown(head, rows)}\n\n</details>"
 
@@ -170,24 +179,27 @@ def arithmetic(case: dict) -> str:
 
 def changes(case: dict) -> str:
     """What sets a case of the sweep apart."""
-    parts = [f"{case['tokens']} tokens"]
-    values = {"channels": case["channels"], "heads": case["heads"]}
-    values |= {"kernel size": case.get("taps"), "dtype": arithmetic(case)}
-    values |= {"batch x tokens": f"{case['batch_tokens']:,}"}
-    if case["factor"] in values:
-        parts.append(f"{case['factor']} {values[case['factor']]}")
-    return ", ".join(parts)
+    text = f"{case['tokens']} tokens"
+    factor = case["factor"]
+    values = {
+        "channels": case["channels"],
+        "heads": case["heads"],
+        "kernel size": case.get("taps"),
+        "dtype": arithmetic(case),
+        "batch x tokens": f"{case['batch_tokens']:,}",
+    }
+    return f"{text}, {factor} {values[factor]}" if factor in values else text
 
 
 def sweep_tables(cases: list[dict], key: str) -> list[str]:
-    head = ["case", "ours", "best alternative", "speed-up"]
+    head = ["case", "ours", "best alternative", "speed-up", *RATES]
     rows = []
     for case in cases:
         best = best_alternative(case, key)
         row = [changes(case), ours_cell(case, key)]
         row += [f"{best[key]:.3f} ({best['name']})" if best else "-"]
         rows.append([*row, number(speedup(case, key), ".2f"), *rates(case, key)])
-    return [markdown([*head, "useful TFLOP/s", "% of ceiling", "% of floor"], rows)]
+    return [markdown(head, rows)]
 
 
 def failures(result: dict) -> list[str]:
@@ -229,23 +241,30 @@ def plot_speedups(result: dict, path: Path) -> Path:
     rows = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
     for axes, operation in zip(rows, shown, strict=True):
         cases = plain_cases(result, operation)
-        families = [family for family in hatches if any(speedup(c, over=family) for c in cases)]
+        families = [
+            family for family in hatches if any(speedup(case, over=family) for case in cases)
+        ]
         width = 0.8 / max(1, len(families))
         for index, family in enumerate(families):
             values = [speedup(case, over=family) for case in cases]
-            places = [n - 0.4 + (index + 0.5) * width for n in range(len(cases))]
-            look = {"color": COLOURS[index + 1], "hatch": hatches[family], "edgecolor": "white"}
-            heights = [value or 0 for value in values]
-            drawn = axes.bar(places, heights, width * 0.92, label=family, **look)
+            bars = axes.bar(
+                [position - 0.4 + (index + 0.5) * width for position in range(len(cases))],
+                [value or 0 for value in values],
+                width * 0.92,
+                label=family,
+                color=COLOURS[index + 1],
+                hatch=hatches[family],
+                edgecolor="white",
+            )
             labels = [f"{value:.2f}" if value else "-" for value in values]
-            axes.bar_label(drawn, labels, fontsize=8.5, padding=2)
+            axes.bar_label(bars, labels, fontsize=8.5, padding=2)
         axes.axhline(1, color="#777777", linewidth=1)
         axes.set_xticks(range(len(cases)), [str(case["tokens"]) for case in cases])
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.18)
         axes.set_ylabel("times as fast")
-        kind = ", wall time" if operation == "autograd" else ""
-        axes.set_title(f"{OPERATIONS[operation]}{kind}")
+        wall_time = ", wall time" if operation == "autograd" else ""
+        axes.set_title(f"{OPERATIONS[operation]}{wall_time}")
         if families:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xlabel("tokens")

@@ -70,22 +70,27 @@ class Data:
     """A shape's tensors, `slots` times: together more than three times the L2 cache."""
 
     def __init__(self, shape: Shape, device: str):
-        self.shape, self.device = shape, device
+        self.shape = shape
+        self.device = device
         self.kernels = cuda if device == "cuda" else plain_kernels
-        cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+        cache_bytes = 0
+        if device == "cuda":
+            cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
         weight_bytes = shape.heads * shape.tokens**2 * shape.torch_dtype.itemsize
-        count = max(2, 3 * cache // (shape.activation_bytes + weight_bytes) + 1)
+        count = max(2, 3 * cache_bytes // (shape.activation_bytes + weight_bytes) + 1)
         self.slots = [self.slot() for _ in range(count)]
 
     def slot(self) -> SimpleNamespace:
-        heads, tokens, dtype = self.shape.heads, self.shape.tokens, self.shape.torch_dtype
-
-        def normal(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(size, device=self.device, dtype=dtype)
-
-        size = (self.shape.batch, tokens, self.shape.channels)
-        x, dy, residual = (normal(*size, dtype=dtype) for _ in range(3))
-        weight, lags = (normal(heads, *of, tokens) * tokens**-0.5 for of in ((tokens,), ()))
+        heads = self.shape.heads
+        tokens = self.shape.tokens
+        dtype = self.shape.torch_dtype
+        normal = partial(torch.randn, device=self.device)
+        activations = (self.shape.batch, tokens, self.shape.channels)
+        x = normal(activations, dtype=dtype)
+        dy = normal(activations, dtype=dtype)
+        residual = normal(activations, dtype=dtype)
+        weight = normal(heads, tokens, tokens) * tokens**-0.5
+        lags = normal(heads, tokens) * tokens**-0.5
         bias = normal(heads, tokens)
         # A row of the masked weight starts on 16 bytes for the alternatives too.
         masked = F.pad(weight.tril().to(dtype), (0, -tokens % 8))[..., :tokens]
@@ -113,13 +118,14 @@ class Data:
 
     def in_panels(self, function: Callable, ending: str = "", *standard: Callable) -> list[Variant]:
         """`function`, which takes a slot and a number of panels; one panel is the dense product."""
-        counts = [count for count in PANELS if self.shape.tokens // count >= MIN_PANEL_ROWS]
-        kinds = [(1, f"bmm into out{ending}", "dense")]
-        kinds += [(count, f"p={count}{ending}", "panels") for count in counts]
-        return [
-            self.variant(name, family, partial(function, panels=count), *standard)
-            for count, name, family in kinds
-        ]
+        dense = partial(function, panels=1)
+        variants = [self.variant(f"bmm into out{ending}", "dense", dense, *standard)]
+        for count in PANELS:
+            if self.shape.tokens // count >= MIN_PANEL_ROWS:
+                name = f"p={count}{ending}"
+                in_panels = partial(function, panels=count)
+                variants.append(self.variant(name, "panels", in_panels, *standard))
+        return variants
 
 
 # ------------------------------------------------------------------------- layouts
@@ -175,8 +181,8 @@ def panels_forward(slot: SimpleNamespace, panels: int) -> Tensor:
     heads, tokens, _ = slot.masked.shape
     for weight, columns in zip(slot.masked, head_slices(slot.x.shape[-1], heads), strict=True):
         for start, end in bounds(tokens, panels):
-            y, x = slot.y[:, start:end, columns], slot.x[:, :end, columns]
-            multiply_into(y, weight[start:end, :end], x)
+            y = slot.y[:, start:end, columns]
+            multiply_into(y, weight[start:end, :end], slot.x[:, :end, columns])
     return slot.y
 
 
@@ -185,8 +191,8 @@ def panels_grad_input(slot: SimpleNamespace, panels: int) -> Tensor:
     heads, tokens, _ = slot.masked.shape
     for weight, columns in zip(slot.masked, head_slices(slot.dy.shape[-1], heads), strict=True):
         for start, end in bounds(tokens, panels):
-            dx, dy = slot.y[:, start:end, columns], slot.dy[:, start:, columns]
-            multiply_into(dx, weight[start:, start:end].t(), dy)
+            dx = slot.y[:, start:end, columns]
+            multiply_into(dx, weight[start:, start:end].t(), slot.dy[:, start:, columns])
     return slot.y
 
 
@@ -195,8 +201,8 @@ def panels_grad_weight(slot: SimpleNamespace, panels: int) -> Tensor:
     heads, tokens, _ = slot.dweight.shape
     for dweight, columns in zip(slot.dweight, head_slices(slot.x.shape[-1], heads), strict=True):
         for start, end in bounds(tokens, panels):
-            dy, x = slot.dy[:, start:end, columns], slot.x[:, :end, columns]
-            dweight[start:end, :end] = torch.bmm(dy, x.mT).sum(0)
+            products = torch.bmm(slot.dy[:, start:end, columns], slot.x[:, :end, columns].mT)
+            dweight[start:end, :end] = products.sum(0)
     return slot.dweight
 
 
@@ -209,17 +215,34 @@ def forward(data: Data, _compiled: bool) -> list[Variant]:
     def conv(s):
         return ungrouped(F.conv1d(grouped(s.x, heads), s.conv_weight, groups=heads), heads)
 
-    found = [data.ours(lambda s: data.kernels.forward(s.x, s.packed, None, None))]
-    found += [*data.in_panels(panels_forward), data.variant("Conv1d", "Conv1d", conv)]
+    def matmul(s):
+        return torch.matmul(s.masked[0], s.x)
+
+    variants = [data.ours(lambda s: data.kernels.forward(s.x, s.packed, None, None))]
+    variants += data.in_panels(panels_forward)
+    variants.append(data.variant("Conv1d", "Conv1d", conv))
     if heads == 1:
-        found.append(data.variant("matmul", "dense", lambda s: torch.matmul(s.masked[0], s.x)))
-    return found
+        variants.append(data.variant("matmul", "dense", matmul))
+    return variants
 
 
-def conv_backward(s: SimpleNamespace, x: Tensor, heads: int, wanted: tuple) -> tuple:
-    options = [1], [0], [1], False, [0], heads, wanted
-    dy, x = grouped(s.dy, heads), grouped(x, heads)
-    return torch.ops.aten.convolution_backward(dy, x, s.conv_weight, None, *options)
+def conv_backward(
+    s: SimpleNamespace, x: Tensor, heads: int, output_mask: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of input, weight and bias, those that `output_mask` asks for."""
+    return torch.ops.aten.convolution_backward(
+        grouped(s.dy, heads),
+        grouped(x, heads),
+        s.conv_weight,
+        bias_sizes=None,
+        stride=[1],
+        padding=[0],
+        dilation=[1],
+        transposed=False,
+        output_padding=[0],
+        groups=heads,
+        output_mask=output_mask,
+    )
 
 
 def grad_input(data: Data, _compiled: bool) -> list[Variant]:
@@ -231,9 +254,12 @@ def grad_input(data: Data, _compiled: bool) -> list[Variant]:
     def matmul(s):
         return torch.matmul(s.masked[0].t(), s.dy)
 
-    found = [data.ours(lambda s: data.kernels.grad_input(s.dy, s.packed))]
-    found += [*data.in_panels(panels_grad_input), data.variant("Conv1d", "Conv1d", conv)]
-    return found + ([data.variant("matmul", "dense", matmul)] if heads == 1 else [])
+    variants = [data.ours(lambda s: data.kernels.grad_input(s.dy, s.packed))]
+    variants += data.in_panels(panels_grad_input)
+    variants.append(data.variant("Conv1d", "Conv1d", conv))
+    if heads == 1:
+        variants.append(data.variant("matmul", "dense", matmul))
+    return variants
 
 
 def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
@@ -248,16 +274,22 @@ def grad_weight(data: Data, _compiled: bool) -> list[Variant]:
     def conv(s):
         return conv_backward(s, s.x, heads, (False, True, False))[1]
 
-    def copied(s):
-        dy, x = (part.transpose(0, 1).flatten(1) for part in (s.dy, s.x))
-        return dy @ x.t()  # (tokens, batch * channels), twice
+    def conv_standard(dweight):
+        return from_conv(dweight, heads).tril()
 
-    found = [data.ours(ours), *data.in_panels(panels_grad_weight, "", Tensor.tril)]
-    found += [data.variant("Conv1d", "Conv1d", conv, lambda dw: from_conv(dw, heads).tril())]
+    def summed(s):
+        return (s.dy @ s.x.mT).sum(0)
+
+    def copied(s):
+        dy = s.dy.transpose(0, 1).flatten(1)  # (tokens, batch * channels)
+        return dy @ s.x.transpose(0, 1).flatten(1).t()
+
+    variants = [data.ours(ours), *data.in_panels(panels_grad_weight, "", Tensor.tril)]
+    variants.append(data.variant("Conv1d", "Conv1d", conv, conv_standard))
     if heads == 1:
-        summed = data.variant("bmm+sum", "dense", lambda s: (s.dy @ s.x.mT).sum(0), masked_square)
-        found += [summed, data.variant("copies+GEMM", "dense", copied, masked_square)]
-    return found
+        variants.append(data.variant("bmm+sum", "dense", summed, masked_square))
+        variants.append(data.variant("copies+GEMM", "dense", copied, masked_square))
+    return variants
 
 
 def fused(data: Data, compiled: bool) -> list[Variant]:
@@ -274,25 +306,38 @@ def fused(data: Data, compiled: bool) -> list[Variant]:
     def with_tensors(function):
         return lambda s: function(s.masked[0], s.x, s.narrow_bias[0, :, None], s.residual)
 
-    found = [data.ours(lambda s: data.kernels.forward(s.x, s.packed, s.narrow_bias, s.residual))]
-    found += data.in_panels(in_panels, ", adds")
-    found += [
+    def ours(s):
+        return data.kernels.forward(s.x, s.packed, s.narrow_bias, s.residual)
+
+    variants = [data.ours(ours), *data.in_panels(in_panels, ", adds")]
+    variants += [
         data.variant("matmul + bias + residual", "dense", with_tensors(separate)),
         data.variant("baddbmm + bias", "dense", accumulating),
     ]
     if compiled:
         call = with_tensors(faster(separate, data.device))
-        found.append(data.variant("compiled", "compiled", call))
-        found[-1].compiled = True
-    return found
+        variants.append(data.variant("compiled", "compiled", call))
+        variants[-1].compiled = True
+    return variants
 
 
 def pack(data: Data, _compiled: bool) -> list[Variant]:
-    tokens, dtype = data.shape.tokens, data.shape.torch_dtype
-    ours = data.ours(
-        lambda s: data.kernels.pack(s.weight, tokens, dtype), lambda w: w[..., :tokens]
-    )
-    return [ours, data.variant("tril, cast", "dense", lambda s: s.weight.tril().to(dtype))]
+    tokens = data.shape.tokens
+    dtype = data.shape.torch_dtype
+
+    def ours(s):
+        return data.kernels.pack(s.weight, tokens, dtype)
+
+    def without_padding(packed):
+        return packed[..., :tokens]
+
+    def tril_and_cast(s):
+        return s.weight.tril().to(dtype)
+
+    return [
+        data.ours(ours, without_padding),
+        data.variant("tril, cast", "dense", tril_and_cast),
+    ]
 
 
 # ------------------------------------------------------------------------- autograd
@@ -313,25 +358,28 @@ def autograd(data: Data, compiled: bool) -> list[Variant]:
     def dense(x, weight, bias):
         return full(x, weight, bias, "dense")
 
-    found = [
+    def from_square(dweight, _heads):
+        return dweight[None]
+
+    variants = [
         Variant("ours", "ours", step(data, full, lambda s: (s.weight, s.bias))),
         Variant("ours, by lag", "by lag", step(data, by_lag, lambda s: (s.lags, s.bias))),
         Variant("mixer dense", "dense", step(data, dense, lambda s: (s.weight, s.bias))),
     ]
     rivals = [("Conv1d", "Conv1d", masked_conv(data), conv_parameters, from_conv)]
     if heads == 1:
-        rivals.append(("matmul", "dense", dense_mixing, square_parameters, lambda dw, _: dw[None]))
+        rivals.append(("matmul", "dense", dense_mixing, square_parameters, from_square))
     for name, family, layer, parameters, standard in rivals:
 
         def in_our_shapes(results, standard=standard):
             dweight, dx, dbias, y = results
             return standard(dweight, heads), dx, dbias.view(heads, -1), y
 
-        found.append(Variant(name, family, step(data, layer, parameters), in_our_shapes))
+        variants.append(Variant(name, family, step(data, layer, parameters), in_our_shapes))
         if compiled:
             call = step(data, faster(layer, data.device), parameters)
-            found.append(Variant(f"{name}, compiled", "compiled", call, in_our_shapes, True))
-    return found
+            variants.append(Variant(f"{name}, compiled", "compiled", call, in_our_shapes, True))
+    return variants
 
 
 def faster(function: Callable, device: str) -> Callable:
@@ -341,7 +389,8 @@ def faster(function: Callable, device: str) -> Callable:
 
 
 def masked_conv(data: Data) -> Callable:
-    heads, tokens = data.shape.heads, data.shape.tokens
+    heads = data.shape.heads
+    tokens = data.shape.tokens
     mask = torch.ones(tokens, tokens, device=data.device).tril().repeat(heads, 1)[..., None]
 
     def layer(x, weight, bias):

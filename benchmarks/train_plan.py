@@ -31,21 +31,33 @@ def main() -> None:
     )
     parser.add_argument("plan", help="YAML file, see benchmarks/plans")
     parser.add_argument("--output", required=True, help="path of the results, without suffix")
-    names = "runs, kinds or models; default: all"
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=names)
-    seeds = "repeat the longer runs with these seeds; default: the plan's"
-    parser.add_argument("--seeds", nargs="+", default=[], metavar="N", help=seeds)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="runs, kinds or models; default: all",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="repeat the longer runs with these seeds; default: the plan's",
+    )
     parser.add_argument("--commit", default="", help="commit under test; default: git's")
     options, overrides = parser.parse_known_args()
-    overrides += [text for text in options.only + options.seeds if "=" in text]  # they may follow
+    # Overrides may follow --only or --seeds, which then take them for values of their own.
+    overrides += [text for text in options.only + options.seeds if "=" in text]
     only = [name for name in options.only if "=" not in name]
+    seeds = [text for text in options.seeds if "=" not in text]
     plan = read_yaml(as_path(options.plan))
-    if seeds := [text for text in options.seeds if "=" not in text]:
+    if seeds:
         plan["seeds"] = [int(text) if text.isdecimal() else text for text in seeds]
     command = shlex.join(["python", *sys.argv])
-    given = dict(map(read_override, overrides))
+    settings = dict(map(read_override, overrides))
     with open_study(Path(options.output), plan, command, options.commit or commit()) as study:
-        sys.exit(study.work(jobs_of(plan, given, only, study.runs)))
+        sys.exit(study.work(jobs_of(plan, settings, only, study.runs)))
 
 
 if __name__ == "__main__":

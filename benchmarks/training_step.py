@@ -23,17 +23,17 @@ from mixer.common.errors import UserError, first_line, run_command
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add = parser.add_argument
     some = f"of {', '.join(FORMS)}; one with mixing first: the others take their memory from it"
-    add("--forms", type=names, default=DEFAULT_FORMS, help=some)
-    add("--tokens", type=numbers, default=[512, 2048, 8192])
-    add("--batch-tokens", type=int, default=65536, help="tokens of a step")
-    add("--hidden", type=int, default=1024)
-    add("--layers", type=int, default=16)
-    add("--vocabulary", type=int, default=8000)
-    add("--rounds", type=int, default=5)
-    add("--batch-ms", type=float, default=400.0, help="time of one round of one form")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--forms", type=names, default=DEFAULT_FORMS, help=some)
+    parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192])
+    parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a step")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=5)
+    batch_ms = "time of one round of one form"
+    parser.add_argument("--batch-ms", type=float, default=400.0, help=batch_ms)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     if unknown := [name for name in options.forms if name not in FORMS]:
         raise UserError(f"--forms has {', '.join(unknown)}; allowed: {', '.join(FORMS)}")
@@ -46,8 +46,9 @@ def measure(options: argparse.Namespace) -> dict:
     result = measured_by(options, options.device)
     for name in ("hidden", "layers", "vocabulary", "batch_tokens", "rounds"):
         result[name] = getattr(options, name)
-    result["ceiling_size"] = side = 8192 if options.device == "cuda" else 256
-    result["ceiling_tflops"] = timing.product_tflops(torch.bfloat16, options.device, side)
+    ceiling_size = 8192 if options.device == "cuda" else 256
+    result["ceiling_size"] = ceiling_size
+    result["ceiling_tflops"] = timing.product_tflops(torch.bfloat16, options.device, ceiling_size)
     result["cases"] = []
     for tokens in options.tokens:
         batch = max(1, options.batch_tokens // tokens)
@@ -58,15 +59,18 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def measure_size(size: Size, options: argparse.Namespace) -> dict:
-    rows, steps, memory = {}, {}, SharedMemory()
+    rows: dict[str, dict] = {}
+    steps: dict[str, Step] = {}
+    memory = SharedMemory()
     for name in options.forms:
         row, step = prepare(FORMS[name], size, options.device, memory)
-        rows[name] = {"what": FORMS[name].what} | row
+        rows[name] = {"what": FORMS[name].description} | row
         print(f"{size.tokens} tokens, {name}: {row}", flush=True)
         if step is not None:
             steps[name] = step
-    times = options.rounds, options.batch_ms
-    timings = timing.interleaved(steps, options.device, 1, *times, hide_host=False)
+    timings = timing.interleaved(
+        steps, options.device, 1, options.rounds, options.batch_ms, hide_host=False
+    )
     for name, row in rows.items():
         row |= timings.get(name, {})
         if "ms" in row:
@@ -76,29 +80,35 @@ def measure_size(size: Size, options: argparse.Namespace) -> dict:
     gc.collect()
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    of_size = {"tokens": size.tokens, "batch": size.batch, "useful_flops": useful_flops(size)}
-    return of_size | {"forms": rows}
+    return {
+        "tokens": size.tokens,
+        "batch": size.batch,
+        "useful_flops": useful_flops(size),
+        "forms": rows,
+    }
 
 
 def prepare(form: Form, size: Size, device: str, memory: SharedMemory) -> tuple[dict, Step | None]:
     """(what its first steps show, the form ready to be timed), or (its failure, None)."""
     gc.collect()
-    before = torch.cuda.memory_allocated() if device == "cuda" and memory.weights else 0
+    allocated = torch.cuda.memory_allocated() if device == "cuda" and memory.weights else 0
     began = time.perf_counter()
     try:
         step = Step(form, size, device, memory)
-        first = float(step())  # compiles
+        losses = [float(step())]  # compiles
         row = {"first_step_seconds": round(time.perf_counter() - began, 1)}
-        second, third = float(step()), float(step())
+        losses += [float(step()), float(step())]
         if device == "cuda" and not form.graph:  # a graph's own memory is not counted
             torch.cuda.reset_peak_memory_stats()
             step()
-            shared = memory.bytes if before else 0
-            row["peak_gb"] = round((torch.cuda.max_memory_allocated() - before + shared) / 2**30, 2)
+            peak = torch.cuda.max_memory_allocated() - allocated
+            if allocated:
+                peak += memory.bytes
+            row["peak_gb"] = round(peak / 2**30, 2)
     # Of the compiler, or out of memory: the others still have their numbers.
     except Exception as error:
         return {"failure": first_line(error)}, None
-    return row | {"losses": [first, second, third]}, step
+    return row | {"losses": losses}, step
 
 
 def useful_flops(size: Size) -> dict[str, float]:
@@ -123,10 +133,12 @@ BASELINES = {"matmul": "dense matmul", "reference": "reference", "limit": "limit
 
 def table(result: dict) -> str:
     """Everything as Markdown."""
-    parts = [f"# A training step on {result['hardware'].get('device')}", introduction(result)]
+    title = f"# A training step on {result['hardware'].get('device')}"
+    paragraphs = [title, introduction(result)]
     for case in result["cases"]:
-        parts += [f"## {case['batch']} x {case['tokens']} tokens", forms(case, result)]
-    return "\n\n".join([*parts, f"Measured on {origin(result)}."]) + "\n"
+        paragraphs += [f"## {case['batch']} x {case['tokens']} tokens", forms(case, result)]
+    paragraphs.append(f"Measured on {origin(result)}.")
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def introduction(result: dict) -> str:
@@ -150,20 +162,22 @@ def forms(case: dict, result: dict) -> str:
         cells = [f"failed: {row.get('failure')}", *["-"] * (len(head) - 2)]
         if "ms" in row:
             flops = case["useful_flops"]["useful"]
-            flops -= case["useful_flops"]["token_mixing"] * (name in WITHOUT_MIXING)
+            if name in WITHOUT_MIXING:
+                flops -= case["useful_flops"]["token_mixing"]
             share = 1e-9 * flops / row["ms"] / result["ceiling_tflops"]
             cells = [f"{row['ms']:.1f}", f"{row['low']:.1f}-{row['high']:.1f}"]
-            cells += [f"{row['tokens_per_second']:,.0f}"]
-            cells += [ratio(case, row, base) for base in BASELINES] + [f"{share:.1%}"]
-            cells += [f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-"]
-            cells += [f"{row['first_step_seconds']:.0f}"]
+            cells.append(f"{row['tokens_per_second']:,.0f}")
+            cells += [ratio(case, row, baseline) for baseline in BASELINES]
+            cells.append(f"{share:.1%}")
+            cells.append(f"{row['peak_gb']:.1f}" if "peak_gb" in row else "-")
+            cells.append(f"{row['first_step_seconds']:.0f}")
         rows.append([f"{name}: {row['what']}", *cells])
     return markdown(head, rows)
 
 
-def ratio(case: dict, row: dict, base: str) -> str:
-    other = case["forms"].get(base, {})
-    return f"{other['ms'] / row['ms']:.3f}" if "ms" in other else "-"
+def ratio(case: dict, row: dict, form: str) -> str:
+    baseline = case["forms"].get(form, {})
+    return f"{baseline['ms'] / row['ms']:.3f}" if "ms" in baseline else "-"
 
 
 if __name__ == "__main__":

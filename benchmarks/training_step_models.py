@@ -32,7 +32,7 @@ class Size:
 class Form:
     """`model`: ours, matmul, limit (clean ones) or reference."""
 
-    what: str
+    description: str
     model: str = "ours"
     backend: str = ""  # empty: the kernels on a GPU, or it is an error; on a CPU dense
     compile: str = "no"  # ours: no, blocks, model; others: no, model
@@ -68,23 +68,25 @@ class Step:
         self.module = build(form, size, device)
         self.ours = isinstance(self.module, Ours)
         model = self.module.objective.model if self.ours else self.module
-        faster = compiled if self.ours and form.compile != "no" else None
+        compile_step = compiled if self.ours and form.compile != "no" else None
         config = OptimConfig(lr=1e-4)
-        self.optimizer = build_optimizer(model, config, compile=faster)
+        self.optimizer = build_optimizer(model, config, compile=compile_step)
         self.guard = Guard(self.optimizer, False, True, torch.device(device))
         memory.share(self.module, self.optimizer)
         if form.graph and device != "cuda":
             raise ValueError(f"a CUDA graph on a {device}")
-        for owner, name in self.module.parts(form.compile):
-            method = getattr(owner, name)
+        for module, name in self.module.methods_to_compile(form.compile):
+            method = getattr(module, name)
             if self.ours:
-                setattr(owner, name, compiled(method))
+                setattr(module, name, compiled(method))
             else:
-                setattr(owner, name, torch.compile(method, fullgraph=True, dynamic=False))
-        shape = size.batch, size.tokens + self.ours
+                setattr(module, name, torch.compile(method, fullgraph=True, dynamic=False))
+        shape = (size.batch, size.tokens + self.ours)
         tokens = torch.randint(size.vocabulary, shape, device=device)
-        ours = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        self.inputs = ours if self.ours else (tokens,)
+        if self.ours:
+            self.inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        else:
+            self.inputs = (tokens,)
 
         self.graph = torch.cuda.CUDAGraph() if form.graph else None
         if self.graph:
@@ -120,8 +122,8 @@ class Step:
 
 
 class SharedMemory:
-    """Weights and AdamW's moments of the first module given, of which the others take what has the
-    size of theirs.
+    """Weights and AdamW's moments of the first module that shares, of which later ones take what
+    has the size of theirs.
     """
 
     def __init__(self):
@@ -136,30 +138,38 @@ class SharedMemory:
         parameters = list(module.parameters())
         if not self.weights:
             self.weights = [parameter.data for parameter in parameters]
-            self.moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in self.weights]
-        place = 0
+            self.moments = [
+                (torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self.weights
+            ]
+        index = 0
         for parameter in parameters:
-            while self.weights[place].numel() != parameter.numel():
-                place += 1  # a form without mixing lacks a few
-            own = self.weights[place], *self.moments[place]
-            view = [tensor.view(parameter.shape) for tensor in own]
-            parameter.data = view[0]
-            step = torch.zeros((), device=parameter.device)
-            state = {"step": step, "exp_avg": view[1], "exp_avg_sq": view[2]}
-            optimizer.state[parameter] = state
-            place += 1
+            while self.weights[index].numel() != parameter.numel():
+                index += 1  # a form without mixing lacks a few
+            exp_avg, exp_avg_sq = self.moments[index]
+            parameter.data = self.weights[index].view(parameter.shape)
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": exp_avg.view(parameter.shape),
+                "exp_avg_sq": exp_avg_sq.view(parameter.shape),
+            }
+            index += 1
 
 
 def build(form: Form, size: Size, device: str) -> nn.Module:
     if form.model in CLEAN:
+        model_class = Reference if form.model == "reference" else Clean
         with torch.device(device):
-            return (Reference if form.model == "reference" else Clean)(size, CLEAN[form.model])
+            return model_class(size, CLEAN[form.model])
     backend = form.backend or ("cuda" if device == "cuda" else "dense")
     config = MaskedMixerConfig(
-        vocab_size=size.vocabulary, hidden_size=size.hidden, num_hidden_layers=size.layers,
-        max_position_embeddings=size.tokens, mixing_backend=backend,
-        mixing_weight="full" if form.window is None else "lags", mixing_window=form.window or 0,
-    )  # fmt: skip
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        max_position_embeddings=size.tokens,
+        mixing_backend=backend,
+        mixing_weight="full" if form.window is None else "lags",
+        mixing_window=form.window or 0,
+    )
     with torch.device(device):
         model = MaskedMixerForCausalLM(config)
     set_recompute(model, form.recompute)
@@ -176,9 +186,11 @@ class Ours(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.objective(inputs, targets).sum() * (1.0 / targets.numel())
 
-    def parts(self, how: str) -> list[tuple[nn.Module, str]]:
-        parts = {"no": [], "model": [(self.objective, "forward")]}
-        return compiled_parts(self.objective) if how == "blocks" else parts[how]
+    def methods_to_compile(self, unit: str) -> list[tuple[nn.Module, str]]:
+        """By module and name. unit: no, blocks or model."""
+        if unit == "blocks":
+            return compiled_parts(self.objective)
+        return {"no": [], "model": [(self.objective, "forward")]}[unit]
 
 
 # ------------------------------------------------------------------------- the clean models
@@ -211,9 +223,9 @@ class CleanBlock(nn.Module):
         self.mixing_norm = nn.LayerNorm(size.hidden)
         self.mixing = mixing(size.tokens)
         self.mlp_norm = nn.LayerNorm(size.hidden)
-        wide = 4 * size.hidden
+        width = 4 * size.hidden
         self.mlp = nn.Sequential(
-            nn.Linear(size.hidden, wide), nn.GELU(), nn.Linear(wide, size.hidden)
+            nn.Linear(size.hidden, width), nn.GELU(), nn.Linear(width, size.hidden)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,8 +255,8 @@ class Clean(nn.Module):
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    def parts(self, how: str) -> list[tuple[nn.Module, str]]:
-        return [(self, "forward")] if how == "model" else []
+    def methods_to_compile(self, unit: str) -> list[tuple[nn.Module, str]]:
+        return [(self, "forward")] if unit == "model" else []
 
 
 class Reference(Clean):

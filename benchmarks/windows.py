@@ -20,9 +20,13 @@ from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, MixingCache
 from mixer.common.errors import UserError, run_command
 from mixer.ops import cuda, triangular_conv
 
-TOKENS, CHANNELS, HEADS = 65536, 1024, 8
+TOKENS = 65536
+CHANNELS = 1024
+HEADS = 8
 WINDOWS = {512: (2, 4, 8, 16, 128), 2048: (4, 8, 128), 8192: (4, 8, 16, 128, 512, 2048)}
-ROUNDS, BATCH_MS, SLOTS = 9, 20.0, 3
+ROUNDS = 9
+BATCH_MS = 20.0
+SLOTS = 3
 STEP = Size(tokens=8192, batch=8, hidden=1024, layers=16, vocabulary=8000)
 GENERATED = (1024, 32768)  # texts so long
 NEW = 64
@@ -53,12 +57,16 @@ def operator_row(tokens: int, windows: tuple[int, ...]) -> dict:
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(SLOTS)]
 
     xs = [x.requires_grad_() for x in activations()]
-    dys, copies = activations(), activations()
+    dys = activations()
+    copies = activations()
 
-    def passes(slot: int, **weight: Tensor) -> list[Tensor]:
-        (parameter,) = weight.values()
-        y = triangular_conv(xs[slot], backend="cuda", **weight)
-        return [y.detach(), *torch.autograd.grad(y, [xs[slot], parameter], dys[slot])]
+    def by_lag(slot: int, lags: Tensor) -> list[Tensor]:
+        y = triangular_conv(xs[slot], lags=lags, backend="cuda")
+        return [y.detach(), *torch.autograd.grad(y, [xs[slot], lags], dys[slot])]
+
+    def by_full_weight(slot: int, weight: Tensor) -> list[Tensor]:
+        y = triangular_conv(xs[slot], weight, backend="cuda")
+        return [y.detach(), *torch.autograd.grad(y, [xs[slot], weight], dys[slot])]
 
     def copy(slot: int) -> None:
         copies[slot].copy_(xs[slot].detach())
@@ -68,10 +76,10 @@ def operator_row(tokens: int, windows: tuple[int, ...]) -> dict:
     for window in (*windows, tokens):
         lags = torch.randn(HEADS, 1, window, device="cuda", requires_grad=True)
         name = "all lags" if window == tokens else f"window {window}"
-        calls[name] = lambda slot, lags=lags: passes(slot, lags=lags)
+        calls[name] = lambda slot, lags=lags: by_lag(slot, lags)
     if tokens <= 512:
         weight = torch.randn(HEADS, 1, tokens, tokens, device="cuda", requires_grad=True)
-        calls["full weight"] = lambda slot: passes(slot, weight=weight)
+        calls["full weight"] = lambda slot: by_full_weight(slot, weight)
     times = interleaved(calls, "cuda", SLOTS, ROUNDS, BATCH_MS)
     print(tokens, {name: round(time["ms"], 4) for name, time in times.items()}, flush=True)
     return {"tokens": tokens, "times": times}
@@ -107,7 +115,7 @@ def generation_row(window: int) -> dict:
         cache = MixingCache(config, static=True)
         ids = torch.randint(1, config.vocab_size, (1, length), device="cuda")
         row[str(length)] = {"ms": ms_a_token(model, ids, cache)}
-        row[str(length)]["cache_bytes"] = sum(kept.nbytes for kept in cache.kept.values())
+        row[str(length)]["cache_bytes"] = sum(memory.nbytes for memory in cache.memories.values())
     return row
 
 
@@ -129,39 +137,47 @@ def ms_a_token(model: MaskedMixerForCausalLM, ids: Tensor, cache: MixingCache) -
 def table(result: dict) -> str:
     rows = []
     for row in result["operator"]:
-        of_all = row["times"]["all lags"]["ms"]
-        of_copies = row["times"]["copies of x and dy"]["ms"]
-        for name, time_of in row["times"].items():
-            ms = time_of["ms"]
-            cells = [f"{ms:.4f}", f"{ms / of_all:.3f}", f"{ms / of_copies:.2f}"]
+        all_lags_ms = row["times"]["all lags"]["ms"]
+        copies_ms = row["times"]["copies of x and dy"]["ms"]
+        for name, measured in row["times"].items():
+            ms = measured["ms"]
+            cells = [f"{ms:.4f}", f"{ms / all_lags_ms:.3f}", f"{ms / copies_ms:.2f}"]
             rows.append([f"{row['tokens']} tokens, {name}", *cells])
     head = ["forward and backward", "ms", "of all lags", "of copies"]
-    lags, window = (result["step"][name]["ms"] for name in ("lags", "window"))
-    generated = [
-        [f"window {row['window']}"]
-        + [f"{row[str(n)][key]:,.{digits}f}" for n in GENERATED for key, digits in MEASURED.items()]
-        for row in result["generation"]
+    paragraphs = [
+        "# Windows of the mixing weight",
+        f"{TOKENS:,} tokens x {CHANNELS} channels, {HEADS} heads, bf16.",
+        markdown(head, rows),
+        step_text(result["step"]),
+        "Generation, one text, hidden size 512, 16 blocks, context 512, static cache:",
+        generation_table(result["generation"]),
+        f"Measured on {origin(result)}.",
     ]
-    titles = [f"{title} after {n:,}" for n in GENERATED for title in ("ms a token", "cache bytes")]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def step_text(times: dict[str, dict]) -> str:
+    lags_ms = times["lags"]["ms"]
+    window_ms = times["window"]["ms"]
     return (
-        "\n\n".join(
-            [
-                "# Windows of the mixing weight",
-                f"{TOKENS:,} tokens x {CHANNELS} channels, {HEADS} heads, bf16.",
-                markdown(head, rows),
-                f"A step at {STEP.tokens} tokens, hidden size {STEP.hidden}, {STEP.layers} blocks, "
-                f"{STEP.batch * STEP.tokens:,} tokens: all lags {lags:.1f} ms, "
-                f"a window of {FORMS['window'].window} {window:.1f} ms, {window / lags:.3f} of it.",
-                "Generation, one text, hidden size 512, 16 blocks, context 512, static cache:",
-                markdown(["", *titles], generated),
-                f"Measured on {origin(result)}.",
-            ]
-        )
-        + "\n"
+        f"A step at {STEP.tokens} tokens, hidden size {STEP.hidden}, {STEP.layers} blocks, "
+        f"{STEP.batch * STEP.tokens:,} tokens: all lags {lags_ms:.1f} ms, a window of "
+        f"{FORMS['window'].window} {window_ms:.1f} ms, {window_ms / lags_ms:.3f} of it."
     )
 
 
-MEASURED = {"ms": 3, "cache_bytes": 0}  # of generation, and digits
+def generation_table(rows: list[dict]) -> str:
+    head = ["generation"]
+    for length in GENERATED:
+        head += [f"ms a token after {length:,}", f"cache bytes after {length:,}"]
+    cells = []
+    for row in rows:
+        line = [f"window {row['window']}"]
+        for length in GENERATED:
+            measured = row[str(length)]
+            line += [f"{measured['ms']:,.3f}", f"{measured['cache_bytes']:,.0f}"]
+        cells.append(line)
+    return markdown(head, cells)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,14 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectang
 from PIL import Image
 
 HERE = Path(__file__).parent
-BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#d9d9d9", "#222222"
-PALE_BLUE, PALE_ORANGE, PALE_GREEN = "#cfe4f2", "#f9dcc8", "#cdebe0"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
+PALE_BLUE = "#cfe4f2"
+PALE_ORANGE = "#f9dcc8"
+PALE_GREEN = "#cdebe0"
+GREY = "#d9d9d9"
+INK = "#222222"
 matplotlib.rcParams.update({"font.size": 11, "text.color": INK, "mathtext.fontset": "cm"})
 
 
@@ -33,32 +39,34 @@ def save(figure, name: str) -> None:
     picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(HERE / name, optimize=True)
 
 
-def box(axes, x, y, width, height, text="", face="white", **style):
+def box(axes, x, y, width, height, text="", face="white", fontsize=None):
     shape = f"round,pad=0,rounding_size={min(0.12, height / 4)}"
     axes.add_patch(
         FancyBboxPatch(
             (x, y), width, height, boxstyle=shape, facecolor=face, edgecolor=INK, linewidth=1.3
         )
     )
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", **style)
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=fontsize)
 
 
-def arrow(axes, start, end, colour=INK, **style):
-    look = {
-        "arrowstyle": "-|>",
-        "mutation_scale": 14,
-        "linewidth": 1.5,
-        "shrinkA": 0,
-        "shrinkB": 0,
-        **style,
-    }
-    axes.add_patch(FancyArrowPatch(start, end, color=colour, **look))
-
-
-def lines(axes, points, colour=INK, **style):
-    axes.plot(
-        *zip(*points, strict=True), color=colour, linewidth=1.5, solid_capstyle="round", **style
+def arrow(axes, start, end, colour=INK, mutation_scale=14):
+    axes.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            color=colour,
+            arrowstyle="-|>",
+            mutation_scale=mutation_scale,
+            linewidth=1.5,
+            shrinkA=0,
+            shrinkB=0,
+        )
     )
+
+
+def lines(axes, points, colour=INK, zorder=None):
+    xs, ys = zip(*points, strict=True)
+    axes.plot(xs, ys, color=colour, linewidth=1.5, solid_capstyle="round", zorder=zorder)
 
 
 # ------------------------------------------------------------------------- operator
@@ -69,7 +77,8 @@ def draw_tiles(axes, x, y, side, count):
     tile = side / count
     for row in range(count):
         for column in range(count):
-            left, bottom = x + column * tile, y + side - (row + 1) * tile
+            left = x + column * tile
+            bottom = y + side - (row + 1) * tile
             if column > row:
                 axes.add_patch(
                     Rectangle(
@@ -109,7 +118,9 @@ def draw_rows(axes, x, y, width, side, count, face, picked, colour):
 
 def operator():
     figure, axes = canvas(10, 5.1)
-    side, count, y = 2.72, 8, 1.35
+    side = 2.72
+    count = 8
+    y = 1.35
     axes.text(
         5,
         4.78,
@@ -233,7 +244,9 @@ def half_block(axes, x, y, steps):
     """Residual stream up at x; the branch leaves at y, goes through `steps` on the right, and is
     added back on top.
     """
-    width, height, gap = 2.35, 0.34, 0.13
+    width = 2.35
+    height = 0.34
+    gap = 0.13
     centre = x + 1.75
     top = y + 0.16 + len(steps) * (height + gap)
     lines(axes, [(x, y), (centre, y)])
@@ -304,8 +317,7 @@ def model():
 
 def variant(axes, y, name, option, caption, draw):
     axes.text(5.25, y + 0.95, name, fontsize=11, va="center", fontweight="bold")
-    look = {"family": "monospace", "color": "#666666"}
-    axes.text(5.85, y + 0.95, option, fontsize=9, va="center", **look)
+    axes.text(5.85, y + 0.95, option, fontsize=9, va="center", family="monospace", color="#666666")
     axes.text(9.75, y + 0.95, caption, fontsize=10, va="center", ha="right", color="#666666")
     draw(axes, y)
 
@@ -438,7 +450,7 @@ def switch():
             draw_dense,
         ),
     ]
-    for y, name, kind, what, work, colour, draw in routes:
+    for y, name, where, method, work, colour, draw in routes:
         centre = y + side / 2
         lines(axes, [(3.95, 2.6), (4.4, centre)], colour=colour)
         arrow(axes, (4.4, centre), (4.85, centre), colour=colour)
@@ -453,8 +465,8 @@ def switch():
             color=colour,
             va="center",
         )
-        axes.text(9.75, centre + 0.38, kind, fontsize=10, color="#666666", va="center", ha="right")
-        axes.text(6.3, centre + 0.04, what, fontsize=11, va="center")
+        axes.text(9.75, centre + 0.38, where, fontsize=10, color="#666666", va="center", ha="right")
+        axes.text(6.3, centre + 0.04, method, fontsize=11, va="center")
         axes.text(6.3, centre - 0.26, "work: " + work, fontsize=11, va="center")
     axes.text(
         2.12,

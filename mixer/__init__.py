@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mixer.common.errors import UserError, end_at_interrupt
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "MaskedMixerConfig",
     "MaskedMixerForCausalLM",
@@ -26,12 +26,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _is_command() -> bool:
-    """Whether this process is a command of the package, by `python -m mixer.NAME` or by a script
-    beside it.
+    """Whether this process is a command of the package: by `python -m mixer` or `python -m
+    mixer.NAME`, by the script `mixer` that pip installs, or by a script beside the package.
     """
     program, *arguments = getattr(sys, "argv", None) or [""]  # some programs embed Python
     if program == "-m":  # while Python looks for a module, whose name is before the arguments
-        return sys.orig_argv[-len(arguments) - 1].removeprefix("-m").startswith("mixer.")
+        module = sys.orig_argv[-len(arguments) - 1].removeprefix("-m")
+        return module == "mixer" or module.startswith("mixer.")
+    if Path(program).name == "mixer":
+        return True
     scripts = Path(__file__).parents[1]
     return Path(program).resolve() in (scripts / "train.py", scripts / "eval.py")
 

@@ -32,7 +32,8 @@ from mixer.training.config import flatten, load_config, read_override
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = command_parser("mixer.compare", __doc__)
-    add, names = parser.add_argument, ", ".join([*BACKENDS, *TRANSFORMERS])
+    add = parser.add_argument
+    names = ", ".join([*BACKENDS, *TRANSFORMERS])
     add("--config", required=True, help="YAML file; section.key=value overrides it")
     add("--backends", nargs="+", required=True, metavar="NAME", help=names)
     add("--output", default="runs/compare", help="directory of the report; default: runs/compare")
@@ -47,36 +48,41 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(study.work(jobs_of(plan, {}, [], study.runs)))
 
 
-def plan_of(options: argparse.Namespace, given: dict) -> dict:
-    """The plan of what the command line asks for; see mixer.comparison.plan."""
-    names, seeds, seconds = options.backends, options.seeds, options.seconds
+def plan_of(options: argparse.Namespace, overrides: dict) -> dict:
+    """The plan of what the command line asks for; see mixer.comparison.plan. overrides: options of
+    the configuration, by section.key.
+    """
+    names = options.backends
+    seeds = options.seeds
+    seconds = options.seconds
     if not names or seeds < 1 or not (seconds is None or 0 < seconds < float("inf")):
-        said = f"--backends {' '.join(names)} --seeds {seeds} --seconds {seconds}"
-        raise UserError(f"{said}; allowed: 1 or more of each, and finite seconds above 0")
-    if given.keys() & {"name", "output_dir"}:
+        problem = f"--backends {' '.join(names)} --seeds {seeds} --seconds {seconds}"
+        raise UserError(f"{problem}; allowed: 1 or more of each, and finite seconds above 0")
+    if overrides.keys() & {"name", "output_dir"}:
         raise UserError("a comparison takes no name and no output_dir: give --output PATH")
     models = {name: entrant(name) for name in names}
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}
-    common |= dict(flatten(read_yaml(as_path(options.config)))) | given
+    common |= dict(flatten(read_yaml(as_path(options.config)))) | overrides
     common = {key: value for key, value in common.items() if key not in ("name", "output_dir")}
     plan = {"common": common, "seeds": [run.seed + n for n in range(1, seeds)]}
     if not seconds:
         return plan | {"reference": next(iter(models)), "runs": models}
-    return plan | {"seconds": seconds, "kinds": {name: {"": own} for name, own in models.items()}}
+    kinds = {name: {"": model_options} for name, model_options in models.items()}
+    return plan | {"seconds": seconds, "kinds": kinds}
 
 
 def entrant(name: str) -> dict:
     """The options of a mixing backend, or of a transformer as wide as the configured model."""
     if name in BACKENDS:
-        chosen = {"model.architecture": "masked_mixer", "model.mixing_backend": name}
-        return chosen | {f"model.{key}": None for key in OF_TRANSFORMERS}
+        model_options = {"model.architecture": "masked_mixer", "model.mixing_backend": name}
+        return model_options | {f"model.{key}": None for key in OF_TRANSFORMERS}
     if name not in TRANSFORMERS:
         allowed = ", ".join([*BACKENDS, *TRANSFORMERS])
         raise UserError(f"--backends {name}; allowed: {allowed}; other models need a plan")
     # With an MLP of default width it has about as many parameters as a masked mixer of its width.
-    found = {"model.architecture": name, "model.intermediate_size": None}
-    return found | {f"model.{key}": getattr(ModelConfig(), key) for key in OF_MIXERS}
+    model_options = {"model.architecture": name, "model.intermediate_size": None}
+    return model_options | {f"model.{key}": getattr(ModelConfig(), key) for key in OF_MIXERS}
 
 
 if __name__ == "__main__":

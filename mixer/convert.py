@@ -28,15 +28,18 @@ from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv
 
 
-def convert(source: Path, output: Path, named: str | None, mixing: str | None = None) -> None:
+def convert(
+    source: Path, output: Path, tokenizer_name: str | None, mixing: str | None = None
+) -> None:
     """Writes a checkpoint directory, with a tokenizer if one is named (directory or hub name)."""
     check_new(output)
     model = from_reference(read_weights(source), mixing)
     pretrained.check_finite(source, model)
     tokenizer = None
-    if named:
-        tokenizer = existing_tokenizer(named)
-        pretrained.check_vocabulary(tokenizer, model.config.vocab_size, f"tokenizer {named!r}")
+    if tokenizer_name:
+        tokenizer = existing_tokenizer(tokenizer_name)
+        title = f"tokenizer {tokenizer_name!r}"
+        pretrained.check_vocabulary(tokenizer, model.config.vocab_size, title)
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     pretrained.write_new(output, model, tokenizer)
     if not mixing:
@@ -68,28 +71,34 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     """
     check_new(output)
     model = pretrained.load_masked_mixer(source)
-    about = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
+    config_values = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
     if model.config.mixer_key_size:
-        about["mixing_init"] = "shift"  # where the lags of keyed mixing count from
-    other, changes = type(model)(type(model.config)(**about)), []
-    other.load_state_dict(model.state_dict(), strict=False)  # mixing weights have other names
-    for conv, taken in zip(model.modules(), other.modules(), strict=True):
+        config_values["mixing_init"] = "shift"  # where the lags of keyed mixing count from
+    config = type(model.config).from_dict(config_values)
+    converted = type(model)(config)
+    converted.load_state_dict(model.state_dict(), strict=False)  # mixing weights have other names
+    changes = []  # of each mixing weight, as a share of its norm
+    for conv, converted_conv in zip(model.modules(), converted.modules(), strict=True):
         if isinstance(conv, TriangularConv):
             weight = conv.mixing_weight().detach().tril()
-            taken.set_mixing_weight(weight)
-            change = taken.mixing_weight().detach().tril() - weight
+            converted_conv.set_mixing_weight(weight)
+            change = converted_conv.mixing_weight().detach().tril() - weight
             changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
     has_tokenizer = (source / "tokenizer_config.json").exists()
     tokenizer = existing_tokenizer(str(source)) if has_tokenizer else None
-    pretrained.write_new(output, other, tokenizer, source)
-    mean, most = sum(changes) / max(1, len(changes)), max(changes, default=0.0)
-    said = f"mixing weights changed by {mean:.2%} of their norm on average, at most {most:.2%}"
-    print(said + "; this is now a different model: train it further" * (most > 0.1))
+    pretrained.write_new(output, converted, tokenizer, source)
+    mean = sum(changes) / max(1, len(changes))
+    most = max(changes, default=0.0)
+    summary = f"mixing weights changed by {mean:.2%} of their norm on average, at most {most:.2%}"
+    if most > 0.1:
+        summary += "; this is now a different model: train it further"
+    print(summary)
 
 
 def main() -> None:
     parser = command_parser("mixer.convert", __doc__)
-    add, one = parser.add_argument, parser.add_mutually_exclusive_group()
+    add = parser.add_argument
+    one = parser.add_mutually_exclusive_group()
     add("source", type=pretrained.settled, help="the author's .safetensors file, or a checkpoint")
     add("--output", type=as_path, required=True, help="a new directory; a new file with --back")
     one.add_argument("--tokenizer", metavar="NAME", help="directory or hub name; saved too")

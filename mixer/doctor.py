@@ -39,12 +39,12 @@ def blindness() -> tuple[str, str] | None:
             torch.cuda.init()
         return None
     except (RuntimeError, AssertionError) as error:
-        said = " ".join(str(error).split())
-    fix = next(fix for sign, fix in REMEDIES.items() if re.search(sign, said))
-    is_inside = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
-    if is_inside and "no NVIDIA driver" in said:
+        reason = " ".join(str(error).split())
+    fix = next(fix for sign, fix in REMEDIES.items() if re.search(sign, reason))
+    is_in_container = any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+    if is_in_container and "no NVIDIA driver" in reason:
         fix = START_CONTAINER
-    return f"torch {torch.__version__} sees no GPU: {said}", fix
+    return f"torch {torch.__version__} sees no GPU: {reason}", fix
 
 
 def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str, str] | None:
@@ -56,11 +56,11 @@ def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str
     if reason is None:
         return None
     arches = torch.cuda.get_arch_list()  # what torch is built for, such as sm_90
-    built = [divmod(int(digits), 10) for digits in re.findall(r"sm_(\d+)", " ".join(arches))]
+    built_for = [divmod(int(digits), 10) for digits in re.findall(r"sm_(\d+)", " ".join(arches))]
     # Machine code serves its own major version from its minor on.
-    if not any((capability[0], 0) <= arch <= capability for arch in built):
-        what = f"torch {torch.__version__} is built for {' '.join(arches)}, not for {name}"
-        return f"{what} ({dotted(capability)})", INSTALL_TORCH_12
+    if not any((capability[0], 0) <= built <= capability for built in built_for):
+        problem = f"torch {torch.__version__} is built for {' '.join(arches)}, not for {name}"
+        return f"{problem} ({dotted(capability)})", INSTALL_TORCH_12
     # The builder's advice comes last in what it says.
     commands = ["python -m mixer.ops.build", *re.findall(r"`([^`\n]+)`", reason)]
     return f"the kernels do not run on {name}: {reason}", commands[-1]
@@ -72,16 +72,17 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"torch: {torch.__version__}")
     problems = {blindness()} - {None}
     for index in range(0 if problems else torch.cuda.device_count()):
-        name, about = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        problem = gpu_problem(index, name, about)
+        name = torch.cuda.get_device_name(index)
+        capability = torch.cuda.get_device_capability(index)
+        problem = gpu_problem(index, name, capability)
         state = "do not run" if problem else "run"
-        print(f"GPU {index}: {name}, compute capability {dotted(about)}; kernels {state}")
+        print(f"GPU {index}: {name}, compute capability {dotted(capability)}; kernels {state}")
         problems |= {problem} - {None}
     print(f"The cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
         print("Models run in plain PyTorch. To use an NVIDIA GPU, fix this:")
-    for what, fix in sorted(problems):
-        print(f"\n{wrapped(f'PROBLEM: {what}')}\n  $ {fix}")
+    for problem, fix in sorted(problems):
+        print(f"\n{wrapped(f'PROBLEM: {problem}')}\n  $ {fix}")
     sys.exit(1 if problems else 0)
 
 

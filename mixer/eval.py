@@ -13,35 +13,44 @@ With the conventions of lm-evaluation-harness:
     python eval.py ... --first-token eos --last-window full
 """
 
-from dataclasses import fields
+from dataclasses import Field, fields
+from functools import partial
 
 from mixer.checkpoints.pretrained import settled
 from mixer.common.errors import command_parser, run_command
 from mixer.distributed.launcher import follow_launcher
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 
+SOURCES = ("text", "data", "pairs", "hub")  # of which at most one is given
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser(None, __doc__)
-    text = parser.add_mutually_exclusive_group()
-    special = {
-        "checkpoint": {"nargs": "+", "required": True, "metavar": "DIR", "type": settled},
-        "text": {"nargs": "+", "type": str, "metavar": "FILE"},
-    }
-    for option in fields(EvalOptions):
-        how = {"default": option.default, "help": option.metadata["help"], "metavar": "NAME"}
-        if option.metadata["choices"]:
-            how |= {"choices": [*filter(None, option.metadata["choices"])], "metavar": None}
-        elif not isinstance(option.default, str):
-            how |= {"type": int, "metavar": "N"}
-        group = text if option.name in ("text", "data", "pairs", "hub") else parser
-        flag = "--" + option.name.replace("_", "-")
-        group.add_argument(flag, **how | special.get(option.name, {}))
+    sources = parser.add_mutually_exclusive_group()
+    for field in fields(EvalOptions):
+        add_option(sources if field.name in SOURCES else parser, field)
     parser.add_argument("--output", metavar="DIR", help="default: beside the first checkpoint")
-    given = vars(parser.parse_args(arguments))
+    options = vars(parser.parse_args(arguments))
     follow_launcher()
-    checkpoints, output = given.pop("checkpoint"), given.pop("output")
-    evaluate([EvalOptions(checkpoint=str(path), **given) for path in checkpoints], output)
+    checkpoints = options.pop("checkpoint")
+    output = options.pop("output")
+    evaluate([EvalOptions(checkpoint=str(path), **options) for path in checkpoints], output)
+
+
+def add_option(group, field: Field) -> None:
+    """Adds the option for a field of EvalOptions to a parser, or to a group of its options."""
+    flag = "--" + field.name.replace("_", "-")
+    add = partial(group.add_argument, flag, default=field.default, help=field.metadata["help"])
+    if field.name == "checkpoint":
+        add(nargs="+", required=True, type=settled, metavar="DIR")
+    elif field.name == "text":
+        add(nargs="+", metavar="FILE")
+    elif field.metadata["choices"]:
+        add(choices=[choice for choice in field.metadata["choices"] if choice])
+    elif isinstance(field.default, str):
+        add(metavar="NAME")
+    else:
+        add(type=int, metavar="N")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     is not finite, in fp32 or in `dtype`.
     """
     check_new(output)
-    model, tokenizer = load_masked_mixer(checkpoint), read_tokenizer(str(checkpoint))
+    model = load_masked_mixer(checkpoint)
+    tokenizer = read_tokenizer(str(checkpoint))
     model.config.mixing_backend = "auto"
     model.to(TYPES[dtype])
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
@@ -72,9 +73,14 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
 
 def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, license: str) -> str:
     """The card as Markdown. What is not known of the checkpoint or its run is left out."""
-    trainer, config = read_trainer(checkpoint), model.config
-    kind = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    header = ModelCardData(license=license, tags=["masked-mixer", "custom_code"], **kind)
+    config = model.config
+    trainer = read_trainer(checkpoint)
+    header = ModelCardData(
+        license=license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["masked-mixer", "custom_code"],
+    )
     facts = {
         "parameters": f"{model.num_parameters():,}",
         "context, tokens": config.max_position_embeddings,
@@ -101,17 +107,23 @@ def last_metrics(file: Path, step: int) -> dict[str, str]:
     last = {}
     for line in read_metrics(file) if file.is_file() else []:
         last |= line if line["step"] <= step else {}
-    known = {name: item for name, item in METRICS.items() if last.get(item[0]) is not None}
-    return {name: f"{last[key]:{form}}" for name, (key, form) in known.items()}
+    return {
+        name: f"{last[key]:{form}}"
+        for name, (key, form) in METRICS.items()
+        if last.get(key) is not None
+    }
 
 
 def configuration(trainer: dict) -> str:
     """The settings of the run, and what earlier steps had in place of them."""
     settings = dict(trainer["settings"])
-    for section, own in settings.items():
-        if isinstance(own, dict):
-            kept = {key: own[key] for key in own if f"{section}.{key}" not in MAY_BE_PATHS}
-            settings[section] = kept
+    for section, values in settings.items():
+        if isinstance(values, dict):
+            settings[section] = {
+                key: value
+                for key, value in values.items()
+                if f"{section}.{key}" not in MAY_BE_PATHS
+            }
     earlier = {
         step: {key: value for key, value in changed.items() if key not in MAY_BE_PATHS}
         for step, changed in trainer.get("earlier", {}).items()

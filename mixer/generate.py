@@ -27,14 +27,15 @@ def continuations(
     Raises UserError for whatever cannot be used, and too little memory.
     """
     if not (new_tokens > 0 and 0 <= temperature < math.inf and 0 <= seed < 2**32):
-        said = f"--new-tokens {new_tokens} --temperature {temperature:g} --seed {seed}"
-        raise UserError(f"{said}; allowed, in this order: 1 or more, 0 or more, 0 to 2**32 - 1")
+        problem = f"--new-tokens {new_tokens} --temperature {temperature:g} --seed {seed}"
+        raise UserError(f"{problem}; allowed, in this order: 1 or more, 0 or more, 0 to 2**32 - 1")
     for prompt in prompts:
         if not (prompt and is_plain_text(prompt)):
             raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
     device = choose_device("auto", "fp32")
-    sizes, lower = f"--new-tokens {new_tokens}", "Give a smaller --new-tokens"
-    with memory_for(device, f"generating with {checkpoint}", sizes, lower):
+    sizes = f"--new-tokens {new_tokens}"
+    advice = "Give a smaller --new-tokens"
+    with memory_for(device, f"generating with {checkpoint}", sizes, advice):
         model, tokenizer = load_checkpoint(settled(checkpoint), device)
         encode = text_encoder(tokenizer)
         rows = [torch.from_numpy(encode(prompt).astype(np.int64)) for prompt in prompts]
@@ -42,32 +43,42 @@ def continuations(
             if not len(row):
                 raise UserError(f"the prompt {prompt[:50]!r} has no tokens: give another")
             check_token(int(row.max()), model, "a prompt")
-            given = f"the prompt has {len(row)} tokens, --new-tokens is {new_tokens}"
-            check_length(len(row) + new_tokens, model, checkpoint, given)
+            sizes = f"the prompt has {len(row)} tokens, --new-tokens is {new_tokens}"
+            check_length(len(row) + new_tokens, model, checkpoint, sizes)
         # Whatever generation_config.json says: beams, several texts for a prompt, another output.
-        eos = model.generation_config.eos_token_id
-        model.generation_config = GenerationConfig(eos_token_id=eos)
-        how = {"max_new_tokens": new_tokens, "pad_token_id": 0}  # nothing is padded
+        model.generation_config = GenerationConfig(
+            eos_token_id=model.generation_config.eos_token_id,
+            pad_token_id=0,  # nothing is padded
+            max_new_tokens=new_tokens,
+        )
         if temperature >= GREEDY_BELOW:
-            how |= {"do_sample": True, "temperature": temperature, "top_k": 50}
+            model.generation_config.update(do_sample=True, temperature=temperature, top_k=50)
         texts = []
         for row in rows:
             set_seed(seed)
             ids = row[None].to(device)
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            output = model.generate(ids, attention_mask=torch.ones_like(ids))
             texts.append(tokenizer.decode(output[0], skip_special_tokens=True))
     return texts
 
 
 def main() -> None:
     parser = command_parser("mixer.generate", __doc__)
-    add, number = parser.add_argument, {"type": int, "metavar": "N"}
+    add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="any causal language model")
     add("--prompt", dest="prompts", required=True, nargs="+", metavar="TEXT", help="to continue")
-    add("--new-tokens", default=80, **number, help="at most this many; default: 80")
+    add("--new-tokens", type=int, metavar="N", default=80, help="at most this many; default: 80")
     add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7; 0: greedy")
-    add("--seed", default=0, **number, help="default: 0")
-    print("\n\n".join(continuations(**vars(parser.parse_args()))))
+    add("--seed", type=int, metavar="N", default=0, help="default: 0")
+    options = parser.parse_args()
+    texts = continuations(
+        options.checkpoint,
+        options.prompts,
+        options.new_tokens,
+        options.temperature,
+        options.seed,
+    )
+    print("\n\n".join(texts))
 
 
 if __name__ == "__main__":

@@ -43,35 +43,44 @@ def main(arguments=None) -> None:
     output = as_path(options.output or directory_for(options.checkpoint, "inspect"))
     check_writable(output)
     model = load_masked_mixer(options.checkpoint)
-    rows, curves_by_lag, pages = [], {}, ["by_lag.png"]
+    rows = []
+    curves_by_lag = {}  # by the number of the layer
+    pictures = ["by_lag.png"]
     with results_locked(output), whole_directory(output) as stage:
         for number, layer in enumerate(model.model.layers):  # in memory are those of one layer
             if matrices := mixing_matrices(layer):  # attention has none
-                pages.append(f"layer-{number:02d}.png")
-                plot_layer(number, matrices, stage / pages[-1])
+                pictures.append(f"layer-{number:02d}.png")
+                plot_layer(number, matrices, stage / pictures[-1])
                 rows += measures(number, matrices)
                 curves_by_lag[number] = by_lag(matrices)
         if not rows:
             problem = "has attention in all blocks, and no mixing matrices"
             raise UserError(f"{options.checkpoint} {problem}: give a model that has some")
         plot_by_lag(curves_by_lag, stage / "by_lag.png")
-        pictures = "".join(f"\n![{name}]({name})\n" for name in pages)
-        text = [f"# Mixing matrices of {options.checkpoint}", table(rows, keys=2), wrapped(NOTES)]
-        (stage / "index.md").write_text("\n\n".join(text) + "\n" + pictures, encoding="utf-8")
+        sections = [
+            f"# Mixing matrices of {options.checkpoint}",
+            table(rows, keys=2),
+            wrapped(NOTES) + "\n",
+        ]
+        page = "\n\n".join(sections) + "".join(f"\n![{name}]({name})\n" for name in pictures)
+        (stage / "index.md").write_text(page, encoding="utf-8")
     print(output / "index.md")
 
 
 def mixing_matrices(layer: nn.Module) -> Matrices:
     """The matrices of a layer: "W", or such as "W2 head 0 tap 1" where there are several."""
-    found = [part for part in layer.mixing.modules() if isinstance(part, TriangularConv)]
+    convs = [module for module in layer.mixing.modules() if isinstance(module, TriangularConv)]
     matrices = {}
-    for number, conv in enumerate(found, 1):
+    for number, conv in enumerate(convs, 1):
         # (heads, taps, context, context)
         weight = conv.mixing_weight().detach().double().cpu().tril().numpy()
         heads, taps = weight.shape[:2]
         for head, tap in np.ndindex(heads, taps):
-            name = f"W{number}" if len(found) > 1 else "W"
-            name += (f" head {head}" if heads > 1 else "") + (f" tap {tap}" if taps > 1 else "")
+            name = f"W{number}" if len(convs) > 1 else "W"
+            if heads > 1:
+                name += f" head {head}"
+            if taps > 1:
+                name += f" tap {tap}"
             matrices[name] = weight[head, tap]
     return matrices
 
@@ -86,19 +95,23 @@ def measures(layer: int, matrices: Matrices) -> list[dict]:
     """The rows of a layer in the table of all."""
     rows = []
     for name, matrix in matrices.items():
-        size = np.abs(matrix)
-        row = {"layer": layer, "matrix": name}
-        row["mean abs W"] = float(size[np.tri(len(matrix), dtype=bool)].mean())
-        row["share at lag 0"] = float(np.trace(size) / (size.sum() or 1.0))
-        row["effective context, last row"] = effective_context(matrix)
+        magnitude = np.abs(matrix)
+        lower = np.tri(len(matrix), dtype=bool)
+        row = {
+            "layer": layer,
+            "matrix": name,
+            "mean abs W": float(magnitude[lower].mean()),
+            "share at lag 0": float(np.trace(magnitude) / (magnitude.sum() or 1.0)),
+            "effective context, last row": effective_context(matrix),
+        }
         rows.append(row)
     return rows
 
 
 def by_lag(matrices: Matrices) -> np.ndarray:
     """The mean |W| of each diagonal, over all matrices: (context,)."""
-    size = np.abs(list(matrices.values())).mean(0)  # (context, context)
-    return np.array([np.diagonal(size, -lag).mean() for lag in range(len(size))])
+    magnitude = np.abs(list(matrices.values())).mean(0)  # (context, context)
+    return np.array([np.diagonal(magnitude, -lag).mean() for lag in range(len(magnitude))])
 
 
 def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
@@ -106,7 +119,8 @@ def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
     diagonal would hide the rest.
     """
     columns = min(len(matrices), 4)
-    rows, side = math.ceil(len(matrices) / columns), 6.4 if len(matrices) == 1 else 4.2
+    rows = math.ceil(len(matrices) / columns)
+    side = 6.4 if len(matrices) == 1 else 4.2  # inches of a heat map
     figure = new_figure(figsize=(side * columns, side * rows * 0.88), layout="compressed")
     stack = np.array(list(matrices.values()))  # (matrices, context, context)
     lower = np.tri(stack.shape[-1], dtype=bool)
@@ -121,13 +135,13 @@ def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
     figure.savefig(output)
 
 
-def plot_by_lag(found: dict[int, np.ndarray], output: Path) -> None:
+def plot_by_lag(curves_by_lag: dict[int, np.ndarray], output: Path) -> None:
     """`by_lag` of each layer, by its number: each lag pale, means over ranges of lags dark."""
     from matplotlib import colormaps
 
     with curves(output, "|W| by lag", "lag (tokens back)", "mean |W|") as axes:
-        for number, curve in found.items():
-            colour = colormaps["viridis"](0.9 * number / max(*found, 1))
+        for number, curve in curves_by_lag.items():
+            colour = colormaps["viridis"](0.9 * number / max(*curves_by_lag, 1))
             lags = np.arange(len(curve))
             axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
             axes.plot(*log_means(lags, curve), "o-", color=colour, label=f"layer {number}")

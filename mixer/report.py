@@ -22,8 +22,8 @@ def main(arguments=None) -> None:
     parser = command_parser("mixer.report", __doc__)
     parser.add_argument("run", nargs="+", help="directory or metrics.jsonl; several are compared")
     parser.add_argument("--output", help="plot; default: a .png in the first run")
-    how = "YAML file with published losses, drawn beside those of one run"
-    parser.add_argument("--published", metavar="FILE", help=how)
+    published_help = "YAML file with published losses, drawn beside those of one run"
+    parser.add_argument("--published", metavar="FILE", help=published_help)
     options = parser.parse_args(arguments)
     if options.published and len(options.run) > 1:
         raise UserError("--published goes with one run: give one, or leave it out")
@@ -58,26 +58,31 @@ def plot_training(run: Path, output: Path, published: str | None = None) -> None
     title = f"{short_name(run.resolve().name)}: loss"
     with curves(output, title, "optimizer step", "loss (nats)") as axes:
         axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
-        at, losses = smooth(steps, losses)
-        axes.plot(at, losses, "o-", color=GREY, label=f"training: {losses[-1]:.3f} at the end")
-        at, losses = series(lines, "validation_loss")
-        if at:
-            axes.plot(at, losses, "o-", lw=2.2, label=f"validation: {losses[-1]:.3f} at the end")
+        centres, means = smooth(steps, losses)
+        axes.plot(centres, means, "o-", color=GREY, label=f"training: {means[-1]:.3f} at the end")
+        evaluated, losses = series(lines, "validation_loss")
+        if evaluated:
+            label = f"validation: {losses[-1]:.3f} at the end"
+            axes.plot(evaluated, losses, "o-", lw=2.2, label=label)
         for name, points in published_losses(published).items() if published else ():
-            shown = [point for point in points if point[0] <= steps[-1]] or points[:1]
-            label = f"{name}: {shown[-1][1]:.3f} at step {shown[-1][0]:,}"
-            axes.plot(*zip(*shown, strict=True), "o--", label=label)
+            reached = [point for point in points if point[0] <= steps[-1]] or points[:1]
+            last_step, last_loss = reached[-1]
+            label = f"{name}: {last_loss:.3f} at step {last_step:,}"
+            axes.plot(*zip(*reached, strict=True), "o--", label=label)
         axes.xaxis.set_major_formatter(PLAIN)
 
 
 def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
     """(step, loss) of each point of each run in a file. Raises UserError if it has others."""
     try:
-        given = read_yaml(as_path(file))
-        runs = {name: sorted(run["losses"].items()) for name, run in given.items()}
-        if not all(runs.values()):
+        runs = read_yaml(as_path(file))
+        losses = {name: sorted(run["losses"].items()) for name, run in runs.items()}
+        if not all(losses.values()):
             raise ValueError("a run without losses")
-        return {name: [(int(at), float(loss)) for at, loss in run] for name, run in runs.items()}
+        return {
+            name: [(int(step), float(loss)) for step, loss in points]
+            for name, points in losses.items()
+        }
     except (TypeError, KeyError, ValueError, AttributeError):
         form = "NAME: {losses: {4000: 3.9, 8000: 3.6}}"
         raise UserError(f"{file} is not a file of losses by step; allowed: {form}") from None
@@ -85,40 +90,55 @@ def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
 
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
     """Steps and values as means over up to MOST_MEANS stretches of nearly as many values."""
-    size = 1 + (len(steps) - 1) // MOST_MEANS
-    stretches = np.array_split(np.arange(len(steps)), len(steps) // size)
-    return tuple([float(np.mean(np.take(of, s))) for s in stretches] for of in (steps, values))
+    length = 1 + (len(steps) - 1) // MOST_MEANS
+    stretches = len(steps) // length
+    centres = [float(stretch.mean()) for stretch in np.array_split(steps, stretches)]
+    means = [float(stretch.mean()) for stretch in np.array_split(values, stretches)]
+    return centres, means
 
 
 def compare_runs(runs: list[str], output: Path) -> list[dict]:
     """Draws losses by training time, in bits per byte if tokens differ; returns a table's rows."""
-    rows, drawn = [], []
+    rows = []
+    drawn = []  # (name, seconds, losses, bits) of each run
     for name in runs:
         lines = read_metrics(name)
         steps, losses = series(lines, "validation_loss")
         if not steps:
             raise UserError(f"{name} has no validation loss yet: see train.eval_every")
         # Of training: with compilation, without evaluation and saving.
-        logged, each = series([line for line in lines if "loss" in line], "seconds")
-        seconds = np.interp(steps, [0, *logged], np.cumsum([0.0, *each])).tolist()
+        windows = [line for line in lines if "loss" in line]
+        logged_steps, window_seconds = series(windows, "seconds")
+        seconds_at_logged = np.cumsum([0.0, *window_seconds])
+        seconds = np.interp(steps, [0, *logged_steps], seconds_at_logged).tolist()
         bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
-        row = {"run": name, "steps": steps[-1], "seconds": f"{seconds[-1]:{SECONDS}}"}
-        rows.append(row | {"validation loss": losses[-1], "bits/byte": bits[-1]})
+        row = {
+            "run": name,
+            "steps": steps[-1],
+            "seconds": f"{seconds[-1]:{SECONDS}}",
+            "validation loss": losses[-1],
+            "bits/byte": bits[-1],
+        }
+        rows.append(row)
         drawn.append((short_name(name), seconds, losses, bits))
     in_bits = tokens_differ(rows) and all(row["bits/byte"] != "-" for row in rows)
-    y = f"validation loss ({'bits per byte' if in_bits else 'nats'})"
-    with curves(output, "Validation loss by training time", "training time (s)", y) as axes:
+    ylabel = f"validation loss ({'bits per byte' if in_bits else 'nats'})"
+    with curves(output, "Validation loss by training time", "training time (s)", ylabel) as axes:
         for name, seconds, losses, bits in drawn:
-            shown = bits if in_bits else losses
-            axes.plot(seconds, shown, "o-", label=f"{name}: {shown[-1]:.4f} at the end")
+            values = bits if in_bits else losses
+            axes.plot(seconds, values, "o-", label=f"{name}: {values[-1]:.4f} at the end")
         axes.set_xlim(left=0)
     return rows
 
 
 def tokens_differ(rows: list[dict]) -> bool:
     """Whether runs had tokens of different sizes, so of another tokenizer or validation text."""
-    known = [row for row in rows if row["bits/byte"] != "-"]
-    return len({round(row["validation loss"] / row["bits/byte"], 3) for row in known}) > 1
+    ratios = {
+        round(row["validation loss"] / row["bits/byte"], 3)
+        for row in rows
+        if row["bits/byte"] != "-"
+    }
+    return len(ratios) > 1
 
 
 if __name__ == "__main__":

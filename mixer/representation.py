@@ -44,13 +44,16 @@ LR = 0.02  # of the first step
 
 def main(arguments=None) -> None:
     parser = command_parser("mixer.representation", __doc__)
-    add, number = parser.add_argument, {"type": int, "metavar": "N"}
+    add = parser.add_argument
+    layers_help = "blocks, from 1; 0: the embedding; default: all"
+    tokens_help = f"text lengths; default: those of {TOKENS} that fit"
+    steps_help = "gradient descent steps; default: 500"
     add("--checkpoint", required=True, type=settled, metavar="DIR", help="a causal model")
     add("--data", default="", metavar="DIR", help="prepared data; default: the run's")
     add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest is used")
-    add("--layers", nargs="+", **number, help="blocks, from 1; 0: the embedding; default: all")
-    add("--tokens", nargs="+", **number, help=f"text lengths; default: those of {TOKENS} that fit")
-    add("--steps", default=500, **number, help="gradient descent steps; default: 500")
+    add("--layers", nargs="+", type=int, metavar="N", help=layers_help)
+    add("--tokens", nargs="+", type=int, metavar="N", help=tokens_help)
+    add("--steps", type=int, metavar="N", default=500, help=steps_help)
     add("--device", default="auto", choices=DEVICES)
     add("--output", metavar="DIR", help="default: CHECKPOINT/../representation-<checkpoint>")
     options = parser.parse_args(arguments)
@@ -75,13 +78,14 @@ def representation(options: argparse.Namespace) -> dict:
     context, _ = evaluate.choose_window(source, model)
     text = texts.choose_text(source, context, tokenizer)
     check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
-    stream, count = max(text.streams, key=len), len(blocks(model.base_model))
-    layers = range(count + 1) if options.layers is None else options.layers
+    stream = max(text.streams, key=len)
+    block_count = len(blocks(model.base_model))
+    layers = range(block_count + 1) if options.layers is None else options.layers
     longest = min(context, len(stream))
     lengths = options.tokens or [n for n in TOKENS if n <= longest] or [longest]
     for name, values, least, most in (
         ("steps", [options.steps], 1, 10**9),
-        ("layers", layers, 0, count),
+        ("layers", layers, 0, block_count),
         ("tokens", lengths, 1, longest),
     ):
         if wrong := [value for value in values if not least <= value <= most]:
@@ -89,8 +93,8 @@ def representation(options: argparse.Namespace) -> dict:
     windows = []  # of each length (texts, length), their beginnings spread evenly over the stream
     for length in lengths:
         starts = np.linspace(0, len(stream) - length, TEXTS).astype(int)
-        cut = np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
-        windows.append(torch.from_numpy(cut).to(model.device))
+        tokens = np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
+        windows.append(torch.from_numpy(tokens).to(model.device))
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
@@ -100,38 +104,49 @@ def representation(options: argparse.Namespace) -> dict:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
             run = first_layers(tested, layer)
             for outputs, read in READ.items():
-                about = {"weights": weights, "outputs": outputs, "layer": layer}
                 for tokens in windows:
-                    guess, left = reconstruct(run, embedding[tokens], read, options.steps)
-                    score = hamming_score(guess, tokens, inverse)
-                    found = {"tokens": tokens.shape[1], "hamming": score, "distance_left": left}
-                    rows.append(about | found)
-    about = {"text": text.name, "texts": TEXTS, "steps": options.steps, "rows": rows}
-    return evaluate.describe_model(directory, model, tokenizer) | about
+                    guess, distance_left = reconstruct(run, embedding[tokens], read, options.steps)
+                    row = {
+                        "weights": weights,
+                        "outputs": outputs,
+                        "layer": layer,
+                        "tokens": tokens.shape[1],
+                        "hamming": hamming_score(guess, tokens, inverse),
+                        "distance_left": distance_left,
+                    }
+                    rows.append(row)
+    return evaluate.describe_model(directory, model, tokenizer) | {
+        "text": text.name,
+        "texts": TEXTS,
+        "steps": options.steps,
+        "rows": rows,
+    }
 
 
 def report(result: dict) -> str:
     """A Markdown table with notes."""
-    rows: dict[tuple, dict] = {}
+    table_rows: dict[tuple, dict] = {}  # by what they read
     for row in result["rows"]:
         name = {"outputs read": row["outputs"], "weights": row["weights"], "layer": row["layer"]}
-        own = rows.setdefault(tuple(name.values()), name)
-        own[f"Hamming, {row['tokens']} tokens"] = row["hamming"]
-    left = max(row["distance_left"] for row in result["rows"])
+        table_row = table_rows.setdefault(tuple(name.values()), name)
+        table_row[f"Hamming, {row['tokens']} tokens"] = row["hamming"]
+    distance_left = max(row["distance_left"] for row in result["rows"])
     notes = (
         f"{result['label']}: {result['architecture']}, {result['parameters']:,} parameters; "
         f"{result['text']}; a mean over {result['texts']} windows for each number of tokens. "
         "Hamming score: share of positions whose token is not recovered. Read from the layer's "
         "outputs of all tokens, or of the last alone; layer 0 is the embedding. "
         f"{result['steps']:,} steps of gradient descent on the L1 distance, rate {LR:g} falling to "
-        f"a tenth, from Gaussian noise; at most {left:.1%} of the noise's distance is left."
+        f"a tenth, from Gaussian noise; at most {distance_left:.1%} of the noise's distance is "
+        "left."
     )
-    return f"{table(list(rows.values()), keys=3)}\n\n{wrapped(notes)}"
+    return f"{table(list(table_rows.values()), keys=3)}\n\n{wrapped(notes)}"
 
 
 def blocks(body: nn.Module) -> nn.ModuleList:
     """The blocks of a model without its head: its longest list of modules."""
-    return max((part for part in body.modules() if isinstance(part, nn.ModuleList)), key=len)
+    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
 
 
 def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
@@ -142,15 +157,22 @@ def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
         return lambda embedded: embedded
     body = copy.deepcopy(model.base_model)
     del blocks(body)[layer:]  # the output of later blocks is not needed
-    kept = {}
-    body.get_input_embeddings().register_forward_hook(lambda *_: kept["input"])
-    blocks(body)[-1].register_forward_hook(lambda *given: kept.update(output=given[-1]))
+    tensors = {}  # what goes into the first block, and what comes out of the last
+
+    def replace_embedding(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        return tensors["input"]
+
+    def record_output(module: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
+        tensors["output"] = output if isinstance(output, Tensor) else output[0]
+
+    body.get_input_embeddings().register_forward_hook(replace_embedding)
+    blocks(body)[-1].register_forward_hook(record_output)
 
     def run(embedded: Tensor) -> Tensor:
-        kept["input"] = embedded  # which the hook above puts in place of the embedding's output
+        tensors["input"] = embedded
         unread = torch.zeros(embedded.shape[:2], dtype=torch.int64, device=embedded.device)
         body(input_ids=unread, use_cache=False)
-        return kept["output"] if isinstance(kept["output"], Tensor) else kept["output"][0]
+        return tensors["output"]
 
     return run
 
@@ -168,15 +190,16 @@ def reconstruct(
     guess = torch.randn(embedded.shape, generator=generator).to(embedded.device).requires_grad_()
     with torch.no_grad():
         target = layers(embedded)[:, read]
-    first = None
+    first_distance = None
     for step in range(steps + 1):
         distance = (layers(guess)[:, read] - target).abs().sum((1, 2))  # (texts,)
-        first = distance.detach() if first is None else first
+        if first_distance is None:
+            first_distance = distance.detach()
         if step < steps:
             (gradient,) = torch.autograd.grad(distance.sum(), guess)
             with torch.no_grad():
                 guess -= LR * (1 - 0.9 * step / steps) * gradient
-    return guess.detach(), (distance.detach() / first).mean().item()
+    return guess.detach(), (distance.detach() / first_distance).mean().item()
 
 
 def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:

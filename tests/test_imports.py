@@ -99,7 +99,9 @@ def test_what_asks_the_auto_classes_for_a_model_has_registered_ours():
             assert "mixer.models.auto" in reached, module
 
 
-@pytest.mark.parametrize("command", ["train.py", "-m mixer.train", "-mmixer.train"])
+@pytest.mark.parametrize(
+    "command", ["train.py", "-m mixer.train", "-mmixer.train", "-m mixer train"]
+)
 def test_a_wrong_option_is_refused_before_anything_is_imported_that_takes_time(command):
     arguments = [sys.executable, "-X", "importtime", *command.split(), "train.stepz=1"]
     output = {"capture_output": True, "text": True, "cwd": PACKAGE.parent}

@@ -24,11 +24,16 @@ class NotFinite(UserError):
     """Numbers of a run are NaN or infinite: its training has diverged."""
 
 
-def command_parser(name: str | None, about: str, **how) -> argparse.ArgumentParser:
-    """The parser of `python -m NAME`, or of the script itself. `about` is shown as it is."""
-    raw = argparse.RawDescriptionHelpFormatter
-    prog = f"python -m {name}" if name else None
-    return argparse.ArgumentParser(prog, description=about, formatter_class=raw, **how)
+def command_parser(
+    name: str | None, description: str, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of `python -m NAME`, or of the script itself. The texts are shown as they are."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {name}" if name else None,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -66,10 +71,10 @@ def _fill_closed_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
 
 
-def end_at_interrupt(kind, error, trace) -> None:
+def end_at_interrupt(error_type, error, traceback) -> None:
     """The exception hook of commands: Ctrl-C is a line, and status 130."""
-    if kind is not KeyboardInterrupt:
-        return sys.__excepthook__(kind, error, trace)
+    if error_type is not KeyboardInterrupt:
+        return sys.__excepthook__(error_type, error, traceback)
     say_on_stderr("interrupted")
     os._exit(130)  # without waiting for threads
 
@@ -89,8 +94,8 @@ def first_line(error: Exception) -> str:
     colon; not the advice and traces below.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    return f"{type(error).__name__}: {' '.join(said)}"
+    count = 2 if lines and lines[0].endswith(":") else 1
+    return f"{type(error).__name__}: {' '.join(lines[:count])}"
 
 
 def say_on_stderr(line: str) -> None:
@@ -102,17 +107,17 @@ def say_on_stderr(line: str) -> None:
 # ------------------------------------------------------------------------- processes of a launch
 # A launcher such as torchrun sets all these variables. Pods and job scripts may set some of them.
 
-PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-NAMES = (*PLACE, "MASTER_ADDR", "MASTER_PORT")
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+NAMES = (*RANKS, "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_launched() -> bool:
     """Whether a launcher has started this process."""
     try:
-        rank, local_rank, size = (int(os.environ[name]) for name in PLACE)
+        rank, local_rank, world_size = (int(os.environ[name]) for name in RANKS)
     except (KeyError, ValueError):
         return False
-    return 0 <= local_rank <= rank < size and all(os.environ.get(name) for name in NAMES)
+    return 0 <= local_rank <= rank < world_size and all(os.environ.get(name) for name in NAMES)
 
 
 def rank() -> int:
@@ -127,13 +132,14 @@ def processes() -> int:
 
 def oddity() -> str:
     """The problem if the environment names a rank but no launcher has set it, else ""."""
-    given = {name: os.environ[name] for name in NAMES if name in os.environ}
-    place = {name: value for name, value in given.items() if name in PLACE}
-    if is_launched() or place.items() <= {"RANK": "0", "WORLD_SIZE": "1"}.items():
+    variables = {name: os.environ[name] for name in NAMES if name in os.environ}
+    ranks = {name: value for name, value in variables.items() if name in RANKS}
+    if is_launched() or ranks.items() <= {"RANK": "0", "WORLD_SIZE": "1"}.items():
         return ""
-    said = " ".join(f"{name}={value}" for name, value in given.items())
+    assignments = " ".join(f"{name}={value}" for name, value in variables.items())
+    removals = " ".join(f"-u {name}" for name in variables)
     return (
-        f"the environment has {said}, but no launcher set it; allowed: all of {', '.join(NAMES)}, "
-        "with LOCAL_RANK <= RANK < WORLD_SIZE, or none; start this with torchrun or accelerate "
-        f"launch, or unset them: env {' '.join(f'-u {name}' for name in given)} python ..."
+        f"the environment has {assignments}, but no launcher set it; allowed: all of "
+        f"{', '.join(NAMES)}, with LOCAL_RANK <= RANK < WORLD_SIZE, or none; start this with "
+        f"torchrun or accelerate launch, or unset them: env {removals} python ..."
     )

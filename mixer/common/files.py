@@ -52,9 +52,10 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     """`whole_file` for a directory: files written into the one that it yields appear in
     `directory`. If that exists, files of the same names are replaced, and others stay.
     """
-    # Inside a directory that exists, which may be a mounted disk.
-    inside = directory / directory.resolve().name if directory.is_dir() else directory
-    with _all_or_nothing(directory, inside) as stage:
+    final = directory
+    if directory.is_dir():  # inside it, as it may be a mounted disk
+        final = directory / directory.resolve().name
+    with _all_or_nothing(directory, final) as stage:
         stage.mkdir()
         yield stage
         publish(stage, directory)
@@ -66,8 +67,8 @@ def publish(stage: Path, final: Path) -> None:
     """
     for path in (*stage.rglob("*"), stage):
         if path.suffix == ".safetensors":  # whose library lets only the owner read its files
-            otherwise = "other users may be unable to read the weights"
-            if_supported(otherwise, os.chmod, path, 0o666 & ~UMASK)
+            consequence = "other users may be unable to read the weights"
+            if_supported(consequence, os.chmod, path, 0o666 & ~UMASK)
         flush(path)
     if stage.is_dir() and final.is_dir():
         for file in stage.iterdir():
@@ -87,23 +88,24 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, result: dict) -> None:
     """`whole_file` for measured results, with each list of numbers on one line."""
     text = json.dumps(result, indent=1)
-    write_text(path, LIST.sub(lambda found: re.sub(r"\n *", "", found[0]), text) + "\n")
+    on_one_line = LIST.sub(lambda match: re.sub(r"\n *", "", match[0]), text)
+    write_text(path, on_one_line + "\n")
 
 
 @contextmanager
-def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `place`, under a lock. If the block fails, nothing of it
+def _all_or_nothing(output: Path, final: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `final`, under a lock. If the block fails, nothing of it
     stays, and a system error becomes a UserError about `output`.
     """
     # The host is in the name because not every file system has locks that reach other hosts.
-    stage = place.with_name(f"{STAGE}{socket.gethostname()}@{place.name}")
-    lock = place.with_name(f"{STAGE}{place.name}.lock")
+    stage = final.with_name(f"{STAGE}{socket.gethostname()}@{final.name}")
+    lock = final.with_name(f"{STAGE}{final.name}.lock")
     waiting = f"waiting for another process, which writes {output} ({lock} is its lock)"
     try:
         with locked(lock, lambda: say_on_stderr(waiting)) as is_alone:
             try:
-                for path in _stages_of(place):  # left behind by killed processes
-                    if path == stage or (is_alone and _locks_reach_all_hosts(place)):
+                for path in _stages_of(final):  # left behind by killed processes
+                    if path == stage or (is_alone and _locks_reach_all_hosts(final)):
                         remove(path)
                 yield stage
             finally:
@@ -118,10 +120,10 @@ def _all_or_nothing(output: Path, place: Path) -> Iterator[Path]:
         ) from error
 
 
-def _stages_of(place: Path) -> list[Path]:
-    """The temporary paths beside a place that become it, of all hosts."""
-    stages = place.parent.glob(f"{STAGE}*@*")
-    return [path for path in stages if path.name.partition("@")[2] == place.name]
+def _stages_of(final: Path) -> list[Path]:
+    """The temporary paths beside a path that become it, of all hosts."""
+    stages = final.parent.glob(f"{STAGE}*@*")
+    return [path for path in stages if path.name.partition("@")[2] == final.name]
 
 
 def _locks_reach_all_hosts(path: Path) -> bool:
@@ -131,7 +133,8 @@ def _locks_reach_all_hosts(path: Path) -> bool:
     mount = max(above, key=lambda mount: len(mount.mountpoint), default=None)
     if mount is None:
         return True
-    return not (mount.fstype.startswith("fuse") or LOCAL_LOCKS.intersection(mount.opts.split(",")))
+    has_local_locks = LOCAL_LOCKS.intersection(mount.opts.split(","))
+    return not (mount.fstype.startswith("fuse") or has_local_locks)
 
 
 def as_system_error(error: BaseException) -> BaseException:
@@ -157,17 +160,18 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def if_supported(otherwise: str, ask: Callable, *arguments) -> bool:
+def if_supported(consequence: str, system_call: Callable, *arguments) -> bool:
     """Makes a system call that some file systems do not support. If this one does not, warns once
-    of the consequence, `otherwise`, and returns False.
+    of the consequence and returns False.
     """
     try:
-        ask(*arguments)
+        system_call(*arguments)
         return True
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        _warn(f"warning: a file system refuses {ask.__name__} ({error.strerror}): {otherwise}")
+        refusal = f"a file system refuses {system_call.__name__} ({error.strerror})"
+        _warn(f"warning: {refusal}: {consequence}")
         return False
 
 
@@ -197,15 +201,16 @@ def locked(file: Path, waiting: Callable[[], None]) -> Iterator[bool]:
 
 
 def _open_locked(file: Path, waiting: Callable[[], None]) -> tuple[IO, bool]:
-    otherwise = "do not start the same command twice, as the two would not see each other"
+    consequence = "do not start the same command twice, as the two would not see each other"
     while True:
-        opened, is_locked = _open_new(file), True
+        opened = _open_new(file)
         try:
-            exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
-            is_locked = if_supported(otherwise, fcntl.flock, opened, exclusive)
+            at_once = fcntl.LOCK_EX | fcntl.LOCK_NB
+            is_locked = if_supported(consequence, fcntl.flock, opened, at_once)
         except BlockingIOError:
             waiting()
             fcntl.flock(opened, fcntl.LOCK_EX)
+            is_locked = True
         # Whoever held the lock may have removed the file. Its number of links does not tell: NFS
         # renames an open file that is removed.
         with suppress(FileNotFoundError):
@@ -274,9 +279,10 @@ def results_locked(output: Path) -> AbstractContextManager[None]:
             f"{output} is being written by another command: wait for it, or choose another --output"
         )
 
-    place = Path(os.path.realpath(output))
-    place = place / place.name if place.is_dir() else place  # which may be a mounted disk
-    return locked(place.with_name(f"{STAGE}{place.name}.results"), refuse)
+    results = Path(os.path.realpath(output))
+    if results.is_dir():  # inside it, as it may be a mounted disk
+        results = results / results.name
+    return locked(results.with_name(f"{STAGE}{results.name}.results"), refuse)
 
 
 def check_new(output: Path) -> None:
@@ -295,8 +301,9 @@ def check_writable(directory: Path, option: str = "--output") -> None:
     nothing: call it before hours of work.
     """
     directory = directory.absolute()
-    places = (directory, *directory.parents)
-    existing = next(path for path in places if os.path.lexists(path))
+    paths = (directory, *directory.parents)
+    existing = next(path for path in paths if os.path.lexists(path))
+    checkpoints = (path for path in paths if (path / "trainer_state").is_dir())
     problem = ""
     if not is_plain_text(str(directory)):  # some libraries cannot write there
         problem = "its name is not UTF-8 text"
@@ -304,24 +311,26 @@ def check_writable(directory: Path, option: str = "--output") -> None:
         problem = f"{existing} is not a directory"
     elif not os.access(existing, os.W_OK | os.X_OK):
         problem = f"{existing} is not writable by you"
-    elif checkpoint := next((path for path in places if (path / "trainer_state").is_dir()), None):
+    elif checkpoint := next(checkpoints, None):
         problem = f"{checkpoint} is a checkpoint, and other files would make it unusable"
     if problem:
         shown = repr(str(directory))
         raise UserError(f"nothing can be written to {shown}: {problem}; choose another {option}")
 
 
-def directory_for(checkpoint: Path, what: str, about: str = "", asked: str = "") -> Path:
+def directory_for(checkpoint: Path, prefix: str, subject: str = "", options: str = "") -> Path:
     """The directory for results about a checkpoint, such as runs/demo/eval-step-600. It is beside
     the checkpoint, to which nothing may be added.
 
-    about: the text that was evaluated, say; characters unfit for a file name are left out. asked:
-    all options that are not the default; their hash tells requests apart.
+    prefix: of its name, such as "eval". subject: the text that was evaluated, say; characters unfit
+    for a file name are left out. options: all that are not the default; their hash tells requests
+    apart.
     """
-    about = re.sub(r"[^\w.]+", "-", about)[:40].strip("-.")
-    own = asked and hashlib.sha256(asked.encode(errors="replace")).hexdigest()[:6]
+    subject = re.sub(r"[^\w.]+", "-", subject)[:40].strip("-.")
+    digest = hashlib.sha256(options.encode(errors="replace")).hexdigest()[:6] if options else ""
     checkpoint = Path(os.path.realpath(checkpoint))
-    return checkpoint.with_name("-".join(filter(None, (what, checkpoint.name, about, own))))
+    words = (prefix, checkpoint.name, subject, digest)
+    return checkpoint.with_name("-".join(filter(None, words)))
 
 
 # ------------------------------------------------------------------------- what is read
@@ -380,7 +389,8 @@ def has_sha256(path: Path, recorded: str) -> bool:
     """Whether the file's SHA-256 is `recorded`. A file that was found good is not read again on
     this machine until it changes. Raises OSError if it cannot be read.
     """
-    note, size = None, path.stat().st_size
+    note = None
+    size = path.stat().st_size
     with suppress(OSError, RuntimeError):  # if there is no cache
         note = note_of(path, recorded)
         if note.exists():
@@ -399,6 +409,7 @@ def note_of(path: Path, recorded: str) -> Path:
     """The file in the cache whose existence says that `path`, as it is now, was found good."""
     path = path.resolve()
     status = path.stat()
-    known = (path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, recorded)
-    name = hashlib.sha256("\n".join(map(str, known)).encode(errors="surrogateescape")).hexdigest()
-    return cache_home() / "sha256" / name[:32]
+    state = (path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, recorded)
+    lines = "\n".join(map(str, state))
+    digest = hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+    return cache_home() / "sha256" / digest[:32]

@@ -17,8 +17,8 @@ from mixer.common.errors import UserError
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by --dtype
 PRECISIONS = TYPES | {"no": torch.float32}  # by train.mixed_precision
-# Dense tensor-core peaks of 16-bit types in TFLOP/s, from the vendors' data sheets, by part of the
-# device's name. The first part that fits counts, so a longer name is before the one it holds.
+# Dense tensor-core peaks of 16-bit types in TFLOP/s, from the vendors' data sheets, by a model that
+# the device's name contains. The first one counts, so a longer name is before the one it holds.
 PEAK_TFLOPS = {
     "H200 NVL": 835.0,
     "H200": 989.0,
@@ -37,7 +37,7 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision == "no":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return next((peak for model, peak in PEAK_TFLOPS.items() if model in name), None)
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -64,10 +64,11 @@ def memory_limit(device: torch.device) -> int:
 
 def product_flops(device: torch.device, precision: str) -> float:
     """The FLOP/s of a matrix product here: measured, as no other work of a model is faster."""
-    size, times = 4096 if device.type == "cuda" else 512, []
+    size = 4096 if device.type == "cuda" else 512
     matrix = torch.ones(size, size, device=device, dtype=PRECISIONS[precision])
     # Others may use the processor, too. The first starts up; in bf16 a CPU may take half a second.
-    while len(times) < 2 or len(times) < 20 and sum(times[1:]) < 0.1:
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < 20 and sum(times[1:]) < 0.1):
         began = time.perf_counter()
         matrix @ matrix
         if device.type == "cuda":
@@ -98,26 +99,32 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAIL
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU or the host had too little memory."""
-    said = isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
-    lacks = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return said or lacks or isinstance(error, MemoryError)
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error) for sign in NO_MEMORY)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError)
 
 
 @contextmanager
-def memory_for(device: torch.device, what: str, sizes: str, remedy: str) -> Iterator[None]:
+def memory_for(device: torch.device, activity: str, sizes: str, remedy: str) -> Iterator[None]:
     """Raises UserError where what is done inside runs out of memory.
 
-    what: is being done; sizes: what decides how much memory that takes; remedy: what to lower.
+    activity: as in "evaluating FILE"; sizes: what decides how much memory that takes; remedy: what
+    to lower.
     """
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the host's memory"
+        is_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_gpu else "the host's memory"
+        limit = memory_limit(device) / 2**30
+        peak = peak_memory_gb(device)
         raise UserError(
-            f"out of memory on {device} ({name}, {memory_limit(device) / 2**30:.1f} GiB) while "
-            f"{what}: the peak was {peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
+            f"out of memory on {device} ({name}, {limit:.1f} GiB) while {activity}: the peak was "
+            f"{peak:.2f} GiB. Sizes: {sizes}. {remedy}"
         ) from None
 
 
@@ -142,5 +149,5 @@ def commit() -> str:
     if not (ROOT / ".git").exists():  # perhaps one that the package is installed inside of
         return "unknown"
     # By the shell, which survives a machine without git.
-    _, found, _ = collect_env.run(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
-    return found or "unknown"
+    _, output, _ = collect_env.run(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
+    return output or "unknown"

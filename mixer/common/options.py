@@ -1,7 +1,5 @@
-"""Options of a configuration: dataclass fields with a meaning, a type and allowed values.
-
-This file is copied beside every saved model, so it imports nothing from the rest of the package.
-"""
+# Copied beside every saved model: it imports from this package only files that are copied too.
+"""Options of a configuration: dataclass fields with a meaning, a type and allowed values."""
 
 import dataclasses
 import operator
@@ -32,11 +30,12 @@ def option(default: Any, help: str, choices: Collection[str] = (), **bounds: flo
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def as_type(value: Any, kind: Any) -> Any:
+def as_type(value: Any, annotation: Any) -> Any:
     """A value of YAML or JSON, a number in the type of an option: 1e3 is an integer too."""
-    if type(value) is float and int in _kinds(kind) and value.is_integer():
+    types = _types(annotation)
+    if type(value) is float and int in types and value.is_integer():
         return int(value)
-    if type(value) is int and float in _kinds(kind):
+    if type(value) is int and float in types:
         with suppress(OverflowError):
             return float(value)
     return value
@@ -51,12 +50,13 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
     """
     problems = []
     for field in dataclasses.fields(section):
-        value, allowed = getattr(section, field.name), allowed_values(field)
+        value = getattr(section, field.name)
+        name = prefix + field.name
         if isinstance(value, str) and not is_plain_text(value):
-            value, allowed = value[:50], "text without null characters and lone surrogates"
-        elif not field.metadata or _is_allowed(value, field):
-            continue
-        problems.append(f"{prefix}{field.name} = {value!r}; allowed: {allowed}")
+            allowed = "text without null characters and lone surrogates"
+            problems.append(f"{name} = {value[:50]!r}; allowed: {allowed}")
+        elif field.metadata and not _is_allowed(value, field):
+            problems.append(f"{name} = {value!r}; allowed: {allowed_values(field)}")
     return problems
 
 
@@ -65,12 +65,14 @@ def allowed_values(field: dataclasses.Field) -> str:
     if field.metadata.get("choices"):
         return ", ".join(field.metadata["choices"])
     bounds = field.metadata.get("bounds", {})
-    parts = [words.format(bounds[name]) for name, (words, _) in BOUNDS.items() if name in bounds]
-    return type_name(field.type) + (", " if parts else "") + " and ".join(parts)
+    limits = [words.format(bounds[name]) for name, (words, _) in BOUNDS.items() if name in bounds]
+    return type_name(field.type) + (", " if limits else "") + " and ".join(limits)
 
 
-def type_name(kind: Any) -> str:
-    return " or ".join(TYPES.get(one, getattr(one, "__name__", str(one))) for one in _kinds(kind))
+def type_name(annotation: Any) -> str:
+    """An option's type in words, such as "a whole number or null"."""
+    types = _types(annotation)
+    return " or ".join(TYPES.get(item) or getattr(item, "__name__", str(item)) for item in types)
 
 
 def is_plain_text(text: str) -> bool:
@@ -81,20 +83,23 @@ def is_plain_text(text: str) -> bool:
         return False
 
 
-def _kinds(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if isinstance(kind, UnionType) else (kind,)  # int | None
+def _types(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
 
 
-def has_type(value: Any, kind: Any) -> bool:
-    """Whether a value has an option's type. An integer is a number too, and of a sequence any kind
-    will do.
+def has_type(value: Any, annotation: Any) -> bool:
+    """Whether a value has an option's type, such as `int | None`. An integer is a number too, and
+    of a sequence any type will do.
     """
-    given = float if type(value) is int and float in _kinds(kind) else type(value)
-    return given in _kinds(kind) or not isinstance(kind, type | UnionType)
+    if not isinstance(annotation, type | UnionType):
+        return True
+    types = _types(annotation)
+    return type(value) in types or (type(value) is int and float in types)
 
 
 def _is_allowed(value: Any, field: dataclasses.Field) -> bool:
-    choices, bounds = field.metadata["choices"], field.metadata["bounds"]
+    choices = field.metadata["choices"]
+    bounds = field.metadata["bounds"]
     if not has_type(value, field.type):
         return False
     if choices or not isinstance(value, (int, float)):

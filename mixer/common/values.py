@@ -46,8 +46,10 @@ class Dumper(yaml.SafeDumper):
 
 
 for tag, pattern in CORE.items():
-    for kind in (Loader, Dumper):
-        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None)
+    for reader_or_writer in (Loader, Dumper):
+        reader_or_writer.add_implicit_resolver(
+            f"tag:yaml.org,2002:{tag}", re.compile(f"^({pattern})$"), None
+        )
 
 
 def parse_yaml(text: str | TextIO) -> Any:
@@ -72,10 +74,11 @@ def read_yaml(path: str | Path) -> dict:
         with open(path, encoding="utf-8") as file:  # errors name it
             values = parse_yaml(file)
     except (FileNotFoundError, IsADirectoryError):
-        is_folder, path = Path(path).is_dir(), Path(path)
-        near = (path if is_folder else path.parent).glob("*.yaml")
-        names = ", ".join(sorted(map(str, [*near] or Path("configs").glob("*.yaml")))) or "none"
-        problem = f"{path} is a folder" if is_folder else f"no configuration file {path}"
+        path = Path(path)
+        folder = path if path.is_dir() else path.parent
+        files = [*folder.glob("*.yaml")] or [*Path("configs").glob("*.yaml")]
+        names = ", ".join(sorted(map(str, files))) or "none"
+        problem = f"{path} is a folder" if path.is_dir() else f"no configuration file {path}"
         raise UserError(f"{problem}; there are: {names}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{path} cannot be read as YAML: {error}") from None
@@ -100,16 +103,17 @@ def shape_problem(value: Any, shape: Any, name: str) -> str:
     if container is not object and not (has_type(value, container) and is_finite):
         return f"{name} = {value!r:.60}; allowed: {type_name(container)}"
     if isinstance(shape, list):
-        items = [(f"{name}[{place}]", item, shape[0]) for place, item in enumerate(value)]
+        for index, item in enumerate(value):
+            if problem := shape_problem(item, shape[0], f"{name}[{index}]"):
+                return problem
     elif isinstance(shape, dict):
-        items = []
-        for key, item in value.items():
-            of_any = next((kind for kind in shape if not isinstance(kind, str)), None)
-            if key not in shape and not (of_any and has_type(key, of_any)):
-                allowed = type_name(of_any) if of_any else ", ".join(shape)
+        key_type = next((key for key in shape if not isinstance(key, str)), None)
+        for key in value:
+            if key not in shape and not (key_type and has_type(key, key_type)):
+                allowed = type_name(key_type) if key_type else ", ".join(shape)
                 return f"{name} has the key {key!r:.60}; allowed: {allowed}"
-            items.append((f"{name}.{key}", item, shape.get(key, shape.get(of_any))))
-    else:
-        return ""
-    problems = (shape_problem(item, of_item, path) for path, item, of_item in items)
-    return next(filter(None, problems), "")
+        for key, item in value.items():
+            item_shape = shape.get(key, shape.get(key_type))
+            if problem := shape_problem(item, item_shape, f"{name}.{key}"):
+                return problem
+    return ""

@@ -32,12 +32,20 @@ from mixer.training.config import RunConfig, flatten, load_config, override
 
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 OPTIONS = {str: object}  # of runs, by section.key; load_config checks them
-OWN = {"recipe": str} | OPTIONS
-SHAPE = {
-    **{"common": OPTIONS, "recipe": str, "options": object, "seeds": [int]},
-    **{"runs": {str: dict | None}, "reference": str},
-    **{"kinds": {str: {str | int | float: dict | None}}, "pretraining": OPTIONS},
-    **{"seconds": float, "seconds_of_best": [float], "rates": [float], "sweep_share": float},
+ENTRY_SHAPE = {"recipe": str} | OPTIONS
+PLAN_SHAPE = {
+    "common": OPTIONS,
+    "recipe": str,
+    "options": object,
+    "seeds": [int],
+    "runs": {str: dict | None},
+    "reference": str,
+    "kinds": {str: {str | int | float: dict | None}},
+    "pretraining": OPTIONS,
+    "seconds": float,
+    "seconds_of_best": [float],
+    "rates": [float],
+    "sweep_share": float,
 }
 
 
@@ -47,8 +55,8 @@ class Run:
 
     name: str
     settings: dict  # by section.key
-    about: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
-    keeps: bool = False  # whether its checkpoint stays, for others to start from
+    identity: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
+    keeps_checkpoint: bool = False  # for other runs to start from
 
     @property
     def folder(self) -> str:
@@ -65,84 +73,104 @@ class Run:
         return 4 * self.settings.get("logging.log_every", RunConfig().logging.log_every)
 
     def config(self, *changes: str) -> RunConfig:
-        return load_config(None, [*(override(*item) for item in self.settings.items()), *changes])
+        overrides = [override(key, value) for key, value in self.settings.items()]
+        return load_config(None, [*overrides, *changes])
 
     def with_seed(self, seed: int) -> "Run":
-        changes = {"settings": self.settings | {"seed": seed}, "about": self.about | {"seed": seed}}
-        return replace(self, name=f"{self.name}, seed {seed}", **changes)
+        return replace(
+            self,
+            name=f"{self.name}, seed {seed}",
+            settings=self.settings | {"seed": seed},
+            identity=self.identity | {"seed": seed},
+        )
 
     def timed(self, budget: float, rate: float, steps: int) -> "Run":
         """budget: the seconds that the steps should take; 0 for a run that measures the speed."""
         name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
         # A longer warm-up than a third of a short run would be most of what a sweep compares.
         warmup = self.settings.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
-        changes = {"train.steps": steps, "optim.lr": rate}
-        changes["optim.warmup_steps"] = min(warmup, steps // 3)
-        return Run(name, self.settings | changes, self.about | {"budget": budget, "lr": rate})
+        schedule = {
+            "train.steps": steps,
+            "optim.lr": rate,
+            "optim.warmup_steps": min(warmup, steps // 3),
+        }
+        identity = self.identity | {"budget": budget, "lr": rate}
+        return Run(name, self.settings | schedule, identity)
 
 
 Job = Generator[Run, dict, None]  # yields runs, one after the other, and receives their rows
 
 
-def jobs_of(plan: dict, given: dict, only: list[str], known: dict) -> list[Job]:
+def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list[Job]:
     """The jobs of the runs, kinds or models that `only` names, or of all.
 
-    given: options of the command line, by section.key. known: rows of the runs that have ended.
-    Raises UserError for values and options that are not allowed, for names that would be mixed up,
-    and for options other than those of a known run.
+    overrides: options of the command line, by section.key. results: the rows of the runs that have
+    ended, by name. Raises UserError for values and options that are not allowed, for names that
+    would be mixed up, and for options other than those of a run in the results.
     """
     check_plan(plan)
+    seeds = plan.get("seeds", [])
+    kinds = plan.get("kinds", {})
 
-    def options(own: dict | None) -> dict:
-        """All options of a run or model; later ones win."""
-        own = dict(own or {})
-        chosen = recipe(own.pop("recipe", None))
-        return recipe(plan.get("recipe")) | plan["common"] | chosen | given | own
+    def settings(entry: dict | None) -> dict:
+        """All options of a run or model of the plan; later ones win."""
+        entry = dict(entry or {})
+        entry_recipe = recipe(entry.pop("recipe", None))
+        return recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
 
-    runs = [Run(name, options(own)) for name, own in plan.get("runs", {}).items()]
+    runs = [Run(name, settings(entry)) for name, entry in plan.get("runs", {}).items()]
     models = [
-        Run(f"{kind} {size}".strip(), options(own), {"kind": kind, "size": str(size)})
-        for kind, sizes in plan.get("kinds", {}).items()
-        for size, own in sizes.items()
+        Run(
+            name=f"{kind_name} {size}".strip(),
+            settings=settings(entry),
+            identity={"kind": kind_name, "size": str(size)},
+        )
+        for kind_name, sizes in kinds.items()
+        for size, entry in sizes.items()
     ]
-    names = {run.name for run in [*runs, *models]} | {*plan.get("kinds", {})}
+    names = {run.name for run in [*runs, *models]} | {*kinds}
     if unknown := sorted({*only} - names):
         allowed = shlex.join(sorted(names))
         raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
-    seeds, jobs = plan.get("seeds", []), []
     firsts = [first_of(plan, model) for model in models] if "pretraining" in plan else []
     repeated = [run.with_seed(seed) for run in [*runs, *models] for seed in seeds]
     check_names([*runs, *models, *firsts, *repeated])
     for run in [*runs, *models, *firsts, *repeated]:  # refuses what is not allowed
-        unmeasured = ["train.steps=1000000"] if "kind" in run.about else []
+        unmeasured = ["train.steps=1000000"] if "kind" in run.identity else []
         run.config(f"name={run.folder}", *unmeasured)
     for run in [*runs, *models]:
-        check_known(run, known)
-    check_data([*runs, *models, *firsts], known)
-    for run in runs:
-        if not only or run.name in only:
-            jobs.append(each for each in [run, *map(run.with_seed, seeds)])
-    for kind in plan.get("kinds", {}):
-        own = [model for model in models if model.about["kind"] == kind]
-        if chosen := [model for model in own if not only or {kind, model.name} & {*only}]:
-            jobs.append(job_of_kind(plan, own, chosen, known))
+        check_settings(run, results)
+    check_data([*runs, *models, *firsts], results)
+    jobs = [job_of_run(run, seeds) for run in runs if not only or run.name in only]
+    for kind_name in kinds:
+        of_kind = [model for model in models if model.identity["kind"] == kind_name]
+        chosen = [model for model in of_kind if not only or {kind_name, model.name} & {*only}]
+        if chosen:
+            jobs.append(job_of_kind(plan, of_kind, chosen, results))
     return jobs
 
 
 def check_plan(plan: dict) -> None:
     """Raises UserError for a plan that lacks something, and names what is of another kind."""
-    if problem := shape_problem(plan, SHAPE, "the plan"):
+    if problem := shape_problem(plan, PLAN_SHAPE, "the plan"):
         raise UserError(problem)
-    runs, kinds = plan.get("runs", {}), plan.get("kinds", {})
-    parts = {"common", "seconds", "kinds"} if kinds else {"common", "runs"}
-    sweep = {"rates", "sweep_share"} & plan.keys()
-    is_empty = not (runs or kinds) or not all([*kinds.values(), plan.get("rates", True)])
-    if is_empty or (runs and kinds) or not parts <= plan.keys() or len(sweep) == 1:
+    runs = plan.get("runs", {})
+    kinds = plan.get("kinds", {})
+    required = {"common", "seconds", "kinds"} if kinds else {"common", "runs"}
+    has_empty_lists = not all(kinds.values()) or not plan.get("rates", True)
+    has_half_a_sweep = ("rates" in plan) != ("sweep_share" in plan)
+    if (
+        bool(runs) == bool(kinds)
+        or not required <= plan.keys()
+        or has_empty_lists
+        or has_half_a_sweep
+    ):
         allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`; optionally `rates` and"
         raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
-    for name, own in [*runs.items(), *(item for sizes in kinds.values() for item in sizes.items())]:
-        if problem := shape_problem(own or {}, OWN, f"the plan's {name}"):
-            raise UserError(problem)
+    for entries in (runs, *kinds.values()):
+        for name, entry in entries.items():
+            if problem := shape_problem(entry or {}, ENTRY_SHAPE, f"the plan's {name}"):
+                raise UserError(problem)
     numbers = [plan.get("seconds", 1), *plan.get("rates", []), *plan.get("seconds_of_best", [])]
     if wrong := [number for number in numbers if number <= 0]:
         raise UserError(f"the plan has {wrong[0]} as a time or a rate; allowed: above 0")
@@ -155,8 +183,8 @@ def check_plan(plan: dict) -> None:
 
 def check_names(runs: list[Run]) -> None:
     """Raises UserError for runs or models whose results or directories would be the same."""
-    names = Counter(run.folder for run in runs)
-    if same := [run.name for run in runs if names[run.folder] > 1]:
+    folders = Counter(run.folder for run in runs)
+    if same := [run.name for run in runs if folders[run.folder] > 1]:
         problem = f"{' and '.join(map(repr, same[:2]))} would share results"
         raise UserError(f"the plan has models of one name: {problem}; give them other names")
 
@@ -172,20 +200,31 @@ def recipe(file: str | None) -> dict:
     return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
-def check_known(run: Run, known: dict) -> None:
+def check_settings(run: Run, results: dict) -> None:
     """Raises UserError if the results have this run, or runs of this model, with other options."""
-    for name, row in known.items():
-        had, now = row["settings"], run.settings
-        if run.about and run.about == {key: row.get(key) for key in run.about}:
+    for name, row in results.items():
+        recorded = row["settings"]
+        planned = run.settings
+        if run.identity and run.identity == {key: row.get(key) for key in run.identity}:
             # What differs between the runs of one model.
-            now = run.timed(1, had.get("optim.lr", run.rate), had.get("train.steps", 1)).settings
-            now |= {key: had[key] for key in ("seed", "train.init_from") if key in had}
+            rate = recorded.get("optim.lr", run.rate)
+            planned = run.timed(1, rate, recorded.get("train.steps", 1)).settings
+            planned |= {k: recorded[k] for k in ("seed", "train.init_from") if k in recorded}
         elif name != run.name:
             continue
-        if other := [key for key in sorted({*had, *now}) if had.get(key) != now.get(key)]:
-            said = ", ".join(f"{key} {had.get(key)}, not {now.get(key)}" for key in other)
+        if difference := difference_of(recorded, planned):
             allowed = "give those options, or another --output"
-            raise UserError(f"the results have {name!r} with other options: {said}; {allowed}")
+            problem = f"the results have {name!r} with other options: {difference}"
+            raise UserError(f"{problem}; {allowed}")
+
+
+def difference_of(recorded: dict, planned: dict) -> str:
+    """The options that differ, in words; "" if none does."""
+    return ", ".join(
+        f"{key} {recorded.get(key)}, not {planned.get(key)}"
+        for key in sorted({*recorded, *planned})
+        if recorded.get(key) != planned.get(key)
+    )
 
 
 def data_options(settings: dict) -> dict:
@@ -195,26 +234,31 @@ def data_options(settings: dict) -> dict:
     return {k: settings[k] for k in settings if k.startswith(read) and k not in elsewhere}
 
 
-def check_data(runs: list[Run], known: dict) -> None:
+def check_data(runs: list[Run], results: dict) -> None:
     """Raises UserError if all runs have the same data, but the results have a run of other data."""
-    first, *others = (data_options(run.settings) for run in runs)
-    if any(other != first for other in others):
+    first, *later = (data_options(run.settings) for run in runs)
+    if any(options != first for options in later):
         return
-    for name, row in known.items():
-        had = data_options(row["settings"])
-        if other := [key for key in sorted({*had, *first}) if had.get(key) != first.get(key)]:
-            said = ", ".join(f"{key} {had.get(key)}, not {first.get(key)}" for key in other)
-            problem = f"the results have {name!r} of other data: {said}"
+    for name, row in results.items():
+        if difference := difference_of(data_options(row["settings"]), first):
+            problem = f"the results have {name!r} of other data: {difference}"
             raise UserError(f"{problem}; give those options, or another --output")
 
 
-def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], known: dict) -> Job:
+def job_of_run(run: Run, seeds: list[int]) -> Job:
+    """A run, and its repetitions."""
+    yield run
+    for seed in seeds:
+        yield run.with_seed(seed)
+
+
+def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], results: dict) -> Job:
     """All runs of the chosen sizes of a kind, and longer ones of the best of all sizes."""
     for model in chosen:
         yield from runs_of_model(plan, model)
     for seconds in plan.get("seconds_of_best", []):
-        if best := best_size(known, models[0].about["kind"], plan["seconds"]):
-            model = next(model for model in models if model.about["size"] == best["size"])
+        if best := best_size(results, models[0].identity["kind"], plan["seconds"]):
+            model = next(model for model in models if model.identity["size"] == best["size"])
             model = yield from pretrained(plan, model)
             yield from longer_runs(plan, model, seconds, [best])
 
@@ -226,27 +270,34 @@ def pretrained(plan: dict, model: Run, seed: int | None = None) -> Generator[Run
     first = first_of(plan, model)
     speed = yield first.timed(0, first.rate, first.measuring_steps)
     run = first.timed(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
-    row = yield replace(run if seed is None else run.with_seed(seed), keeps=True)
+    if seed is not None:
+        run = run.with_seed(seed)
+    row = yield replace(run, keeps_checkpoint=True)
     return replace(model, settings=model.settings | {"train.init_from": row["checkpoint"]})
 
 
 def first_of(plan: dict, model: Run) -> Run:
     """The pretraining of a model."""
-    about = model.about | {"kind": f"{model.about['kind']}, pretraining"}
-    options = model.settings | {"train.init_from": ""} | plan["pretraining"]
-    return Run(" ".join(about.values()).strip(), options, about)
+    identity = model.identity | {"kind": f"{model.identity['kind']}, pretraining"}
+    settings = model.settings | {"train.init_from": ""} | plan["pretraining"]
+    return Run(" ".join(identity.values()).strip(), settings, identity)
 
 
 def runs_of_model(plan: dict, model: Run) -> Job:
     """A run that measures the speed, those of all rates, and the longer ones."""
     model = yield from pretrained(plan, model)
-    rates, share, seconds = plan.get("rates"), plan.get("sweep_share"), plan["seconds"]
+    rates = plan.get("rates")
+    seconds = plan["seconds"]
     lowest = min(rates or [model.rate])
-    shorter = [(yield model.timed(0, lowest, model.measuring_steps))]
-    if rates and "failure" not in shorter[0]:
-        steps, shorter = max(1, round(share * steps_in(seconds, shorter[0]))), []
+    speed = yield model.timed(0, lowest, model.measuring_steps)
+    shorter = [speed]
+    if rates and "failure" not in speed:
+        share = plan["sweep_share"]
+        steps = max(1, round(share * steps_in(seconds, speed)))
+        shorter = []
         for rate in rates:
-            shorter.append((yield model.timed(share * seconds, rate, steps)))
+            row = yield model.timed(share * seconds, rate, steps)
+            shorter.append(row)
     good = [row for row in shorter if "failure" not in row]
     if not good:
         raise UserError(f"{model.name}: diverges even at {lowest:g}; add lower rates")

@@ -33,15 +33,15 @@ POINTS = 60  # of a curve of the results, at most
 SAY_EVERY = 10.0  # seconds, of what a run has printed
 # What each row of the results must have, what it must have if it has a loss, and both for kinds.
 OF_ROW = {"settings": dict, "hardware": dict, "commit": str}
-MEASURED = {"validation_loss": float, "training_seconds": float, "steps": int}
+OF_LOSS = {"validation_loss": float, "training_seconds": float, "steps": int}
 OF_MODEL = {"kind": str, "size": str, "budget": float, "lr": float}
-SPEED = {"tokens_per_second": float, "training_tokens": int, "tokens_a_step": int}
-ROW = OF_ROW | MEASURED | OF_MODEL | SPEED | {"text_sha256": [str], str: object}
+OF_SPEED = {"tokens_per_second": float, "training_tokens": int, "tokens_a_step": int}
+ROW_SHAPE = OF_ROW | OF_LOSS | OF_MODEL | OF_SPEED | {"text_sha256": [str], str: object}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def places(output: Path) -> tuple[Path, Path]:
+def result_paths(output: Path) -> tuple[Path, Path]:
     """The file of the results, and the folder of their runs."""
     output = as_path(output)
     return output.with_name(f"{output.name}.json"), output.with_name(f"{output.name}-runs")
@@ -50,7 +50,7 @@ def places(output: Path) -> tuple[Path, Path]:
 @contextmanager
 def open_study(output: Path, plan: dict, command: str, commit: str) -> Iterator["Study"]:
     """The results, which no other command can add to or replace inside of the block."""
-    file, _ = places(output)
+    file, _ = result_paths(output)
     check_writable(file.parent)
     with results_locked(file):
         yield Study(output, plan, command, commit)
@@ -62,12 +62,13 @@ class Study:
     """
 
     def __init__(self, output: Path, plan: dict, command: str, commit: str):
-        self.file, self.folder = places(output)
-        found = read_results(self.file, plan) if self.file.exists() else {"runs": {}}
-        self.runs: dict[str, dict] = found["runs"]
-        self.result, self.origin = found | {"plan": plan}, {"commit": commit, "command": command}
+        self.file, self.folder = result_paths(output)
+        earlier = read_results(self.file, plan) if self.file.exists() else {"runs": {}}
+        self.runs: dict[str, dict] = earlier["runs"]  # rows by the names of runs
+        self.result = earlier | {"plan": plan}
+        self.origin = {"commit": commit, "command": command}  # of the rows that are added
         self.problems: list[str] = []
-        self.said: dict[str, str] = {}  # by the names of runs
+        self.last_lines: dict[str, str] = {}  # of what runs have printed, by their names
         self.stopped = False
         self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
 
@@ -78,27 +79,28 @@ class Study:
         Jobs take turns, so that what is interrupted has something to compare. Raises UserError with
         what went wrong, when all other runs have ended.
         """
-        known = len(self.runs)
+        runs_before = len(self.runs)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             signal.signal(number, self.stop)
-        waiting, free = deque((job, None) for job in jobs), visible_gpus()
+        waiting = deque((job, None) for job in jobs)  # with the row of the job's last run
+        free_gpus = visible_gpus()
         while self.running or (waiting and not self.stopped):
-            while waiting and free and not self.stopped:
+            while waiting and free_gpus and not self.stopped:
                 job, row = waiting.popleft()
                 if run := self.next_run(job, row):
-                    self.start(job, run, free.pop(0))
+                    self.start(job, run, free_gpus.pop(0))
             ended = wait(list(self.running), SAY_EVERY) if self.running else ()
             if not ended:
                 self.say_progress()
             for connection in ended:
                 job, run, gpu, process = self.running.pop(connection)
-                free.append(gpu)
+                free_gpus.append(gpu)
                 if row := self.outcome(connection, run):
                     waiting.append((job, row))
                 process.join()
         # Where nothing was left to do, only the report may be missing.
-        if len(self.runs) > known or not (self.problems or self.stopped):
+        if len(self.runs) > runs_before or not (self.problems or self.stopped):
             print(write_report(self.result, self.file))
             print(f"the report is in {self.file.parent}")
         if self.problems:
@@ -145,8 +147,8 @@ class Study:
         for _, run, *_ in self.running.values():
             log = self.log_of(run)
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            if lines and self.said.get(run.name) != lines[-1]:
-                self.said[run.name] = lines[-1]
+            if lines and self.last_lines.get(run.name) != lines[-1]:
+                self.last_lines[run.name] = lines[-1]
                 print(f"{run.name}: {lines[-1]}", flush=True)
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
@@ -169,26 +171,33 @@ class Study:
 def read_results(file: Path, plan: dict) -> dict:
     """The results of earlier commands. Raises UserError for rows that a report could not show."""
     otherwise = "give another --output, or delete it to start afresh"
-    found = read_json(file, otherwise, required={"runs": {str: ROW}})
-    for name, row in found["runs"].items():
-        of_kinds, has_loss = "kinds" in plan, "failure" not in row
-        needed = OF_ROW | (OF_MODEL if of_kinds else {}) | (MEASURED if has_loss else {})
-        needed |= SPEED if of_kinds and has_loss else {}
-        missing = [key for key in needed if key not in row]
-        missing = missing or [
-            f"hardware.{k}" for k in ("device", "torch") if k not in row["hardware"]
-        ]
+    results = read_json(file, otherwise, required={"runs": {str: ROW_SHAPE}})
+    has_kinds = "kinds" in plan
+    for name, row in results["runs"].items():
+        has_loss = "failure" not in row
+        required = [*OF_ROW]
+        if has_kinds:
+            required += OF_MODEL
+        if has_loss:
+            required += OF_LOSS
+        if has_kinds and has_loss:
+            required += OF_SPEED
+        missing = [key for key in required if key not in row]
+        if not missing:
+            missing = [f"hardware.{k}" for k in ("device", "torch") if k not in row["hardware"]]
         if missing:
             problem = f"runs.{name} has no {missing[0]}"
             raise UserError(f"{file} is damaged ({problem}): {otherwise}")
-    return found
+    return results
 
 
 def recorded_text(run: Run, rows: dict[str, dict]) -> list[str] | None:
     """The tokens' hashes of a run in the results that has the same data; None if there is none."""
-    asked = data_options(run.settings)
-    same = (row for row in rows.values() if data_options(row["settings"]) == asked)
-    return next((row["text_sha256"] for row in same if "text_sha256" in row), None)
+    options = data_options(run.settings)
+    for row in rows.values():
+        if "text_sha256" in row and data_options(row["settings"]) == options:
+            return row["text_sha256"]
+    return None
 
 
 def visible_gpus() -> list[str]:
@@ -217,9 +226,13 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     """What a run measures; None if a signal has stopped it, and it was saved. Raises UserError for
     another text than the recorded one, if there is one.
     """
-    given = [f"name={run.folder}", f"output_dir={folder}", "train.eval_every=0"]
-    given += ["checkpoint.save_every=0", f"checkpoint.save_last={str(run.keeps).lower()}"]
-    config = run.config(*given)
+    config = run.config(
+        f"name={run.folder}",
+        f"output_dir={folder}",
+        "train.eval_every=0",
+        "checkpoint.save_every=0",
+        f"checkpoint.save_last={str(run.keeps_checkpoint).lower()}",
+    )
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
         shutil.rmtree(config.directory)
@@ -228,7 +241,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     if recorded not in (None, text):
         problem = f"{config.data.directory or config.data.source} has other tokens than the results"
         raise UserError(f"{problem}: restore the text, or give another --output")
-    row = run.about | {"settings": run.settings, "hardware": hardware(), "text_sha256": text}
+    row = run.identity | {"settings": run.settings, "hardware": hardware(), "text_sha256": text}
     try:
         model = train(config)
     except NotFinite as error:  # a run that diverges is a result, too
@@ -239,10 +252,10 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
         lines = read_metrics(config.directory)
         if lines[-1]["step"] < config.train.steps:
             return None
-        row |= measured(lines, data.manifest, is_speed=run.about.get("budget") == 0)
+        row |= measured(lines, data.manifest, is_speed=run.identity.get("budget") == 0)
         row["parameters"] = model.num_parameters()
         row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
-    if run.keeps:
+    if run.keeps_checkpoint:
         row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
     else:
         shutil.rmtree(config.directory)
@@ -252,11 +265,17 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
 def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
     """What the metrics of a run say."""
     windows = [line for line in lines if "loss" in line]
-    last, validation = windows[-1], [line for line in lines if "validation_loss" in line][-1]
+    last = windows[-1]
+    validation = [line for line in lines if "validation_loss" in line][-1]
     # Starts slow the first window, and in a short run those of other processes slow all but one.
-    each = [now["seconds"] / (now["step"] - was["step"]) for was, now in pairwise(windows)]
-    seconds = (min if is_speed else median)(each or [last["seconds"] / last["step"]])
-    tokens_a_step, text = last["tokens"] // last["step"], data.splits["train"]
+    step_seconds = [
+        window["seconds"] / (window["step"] - previous["step"])
+        for previous, window in pairwise(windows)
+    ]
+    step_seconds = step_seconds or [last["seconds"] / last["step"]]
+    seconds = min(step_seconds) if is_speed else median(step_seconds)
+    tokens_a_step = last["tokens"] // last["step"]
+    text = data.splits["train"]
     return {
         "steps": last["step"],
         "tokens": last["tokens"],

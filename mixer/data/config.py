@@ -70,17 +70,19 @@ class DataConfig:
 def unused_options(config: DataConfig) -> set[str]:
     """Options that the chosen source, tokenizer or validation text leaves without a use."""
     if config.source in TASKS:
-        used = {"source", "vocab_size", *(["pairs"] if config.source != "copy" else [])}
+        used = {"source", "vocab_size"}
+        if config.source != "copy":
+            used.add("pairs")
         return {item.name for item in fields(config)} - used
     unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
     if config.tokenizer != "train":
         unused.add("vocab_size")
     if config.packed:
         unused.add("cut")
-    has_own = config.validation_path or config.validation_split
-    if has_own:
+    has_validation_text = config.validation_path or config.validation_split
+    if has_validation_text:
         unused.add("validation_documents")
-    if has_own or config.validation_documents:
+    if has_validation_text or config.validation_documents:
         unused.add("validation_fraction")
     return unused
 
@@ -89,14 +91,19 @@ def without_unused(config: DataConfig) -> DataConfig:
     """The same with the defaults of `unused_options`: nothing may look as if it had been read.
     Values of a wrong type stay, to be refused.
     """
-    unused = [item for item in fields(config) if item.name in unused_options(config)]
-    known = [item for item in unused if has_type(getattr(config, item.name), item.type)]
-    return replace(config, **{item.name: item.default for item in known})
+    unused = unused_options(config)
+    defaults = {
+        item.name: item.default
+        for item in fields(config)
+        if item.name in unused and has_type(getattr(config, item.name), item.type)
+    }
+    return replace(config, **defaults)
 
 
 def check(config: DataConfig) -> None:
     """Raise UserError for settings that cannot work, before anything is read or written."""
-    source, problems = config.source, option_problems(config, "data.")
+    source = config.source
+    problems = option_problems(config, "data.")
     if source not in TASKS and not problems:
         problems += [
             f"data.{name} is {getattr(config, name)!r}, which source {source!r} does not read; "
@@ -110,10 +117,10 @@ def check(config: DataConfig) -> None:
             problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
         if config.validation_split and config.validation_split == config.split:
             problems.append(f"data.split and data.validation_split are both {config.split!r}")
-        other = config.validation_split or config.split != DataConfig.split
-        if source == "hub" and other and (as_path(config.path) / "state.json").is_file():
-            said = "leave out data.split and data.validation_split"
-            problems.append(f"{config.path} has no splits: {said}")
+        names_split = config.validation_split or config.split != DataConfig.split
+        if source == "hub" and names_split and (as_path(config.path) / "state.json").is_file():
+            remedy = "leave out data.split and data.validation_split"
+            problems.append(f"{config.path} has no splits: {remedy}")
     if problems:
         raise UserError("; ".join(problems))
 
@@ -121,14 +128,22 @@ def check(config: DataConfig) -> None:
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
 # Data prepared by earlier versions lacks these settings. They are recorded only where they are set,
 # so that such data, and checkpoints trained on it, still match.
-ADDED_LATER = "validation_path validation_split validation_documents cut pairs pair_field".split()
+ADDED_LATER = (
+    "validation_path",
+    "validation_split",
+    "validation_documents",
+    "cut",
+    "pairs",
+    "pair_field",
+)
 
 
 def recorded_settings(config: DataConfig) -> dict[str, Any]:
     """What the manifest records: the settings that decide what is written."""
-    settings = asdict(without_unused(config)).items()
-    left_out = {*NOT_COMPARED, *(name for name in ADDED_LATER if not getattr(config, name))}
-    return {name: value for name, value in settings if name not in left_out}
+    settings = asdict(without_unused(config))
+    left_out = {*NOT_COMPARED}
+    left_out.update(name for name in ADDED_LATER if not getattr(config, name))
+    return {name: value for name, value in settings.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -160,8 +175,10 @@ class Manifest:
     @classmethod
     def of(cls, values: dict) -> "Manifest":
         """From the values of a manifest.json, with the fingerprint that they should have."""
-        splits = {name: _known(SplitManifest, counts) for name, counts in values["splits"].items()}
-        return _known(cls, values | {"splits": splits, "fingerprint": fingerprint(values)})
+        splits = {
+            name: from_values(SplitManifest, counts) for name, counts in values["splits"].items()
+        }
+        return from_values(cls, values | {"splits": splits, "fingerprint": fingerprint(values)})
 
     @classmethod
     def load(cls, directory: str | Path) -> "Manifest":
@@ -169,10 +186,10 @@ class Manifest:
         file = Path(directory) / "manifest.json"
         if not file.is_file():
             raise UserError(f"{directory} has no manifest.json: give a directory of prepared data")
-        again = f"copy it again, or delete {directory} and prepare again"
-        values = read_json(file, again, required={"fingerprint": str})
+        remedy = f"copy it again, or delete {directory} and prepare again"
+        values = read_json(file, remedy, required={"fingerprint": str})
         if values["fingerprint"] != fingerprint(values):
-            raise UserError(f"{file} is not what preparation wrote (fingerprint differs): {again}")
+            raise UserError(f"{file} is not what preparation wrote (fingerprint differs): {remedy}")
         return cls.of(values)
 
     def verify(self, directory: str | Path, splits: Iterable[str] = ()) -> None:
@@ -195,15 +212,15 @@ class Manifest:
                 raise UserError(f"{problem}; restore it, or delete {directory} and prepare again")
 
 
-def _known(kind: type, values: dict) -> Any:
-    """An instance of a dataclass; earlier versions wrote more values than it has."""
-    return kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values})
+def from_values(cls: type, values: dict) -> Any:
+    """An instance of a dataclass; another version may have written more values than it has."""
+    return cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
 
 
 def fingerprint(values: dict) -> str:
     """The hash over the values of a manifest.json."""
-    known = {name: values[name] for name in values if name not in ("format", "fingerprint")}
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    hashed = {name: values[name] for name in values if name not in ("format", "fingerprint")}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def existing_data(config: DataConfig) -> Manifest | None:
@@ -213,22 +230,22 @@ def existing_data(config: DataConfig) -> Manifest | None:
     check(config)
     directory = as_path(config.directory)
     if not (directory / "manifest.json").is_file():
-        others = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
-        if directory.is_file() or any(others):
+        files = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
+        if directory.is_file() or any(files):
             raise UserError(f"data.directory {directory} holds other files; choose another one")
         check_writable(directory, "data.directory")
         return None
     manifest = Manifest.load(directory)
-    wanted = asdict(DataConfig()) | recorded_settings(config)
-    found = asdict(DataConfig()) | manifest.settings
-    changed = "".join(
-        f"  data.{name}: prepared with {found.get(name, '')!r}, now {wanted.get(name, '')!r}\n"
-        for name in sorted((wanted | found).keys() - unused_options(config))
-        if found.get(name) != wanted.get(name)
-    )
-    if changed:
+    settings = asdict(DataConfig()) | recorded_settings(config)
+    prepared = asdict(DataConfig()) | manifest.settings
+    changes = [
+        f"  data.{name}: prepared with {prepared.get(name, '')!r}, now {settings.get(name, '')!r}\n"
+        for name in sorted((settings | prepared).keys() - unused_options(config))
+        if prepared.get(name) != settings.get(name)
+    ]
+    if changes:
         raise UserError(
-            f"data.directory {directory} was prepared with other settings:\n{changed}"
+            f"data.directory {directory} was prepared with other settings:\n{''.join(changes)}"
             "Choose another one, restore these settings, or delete it to prepare again"
         )
     manifest.verify(directory)

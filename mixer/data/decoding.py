@@ -16,26 +16,26 @@ OTHER_UNICODE = {
     "UTF-16BE": codecs.BOM_UTF16_BE,
 }
 FIRST_BYTES = 1 << 16  # of a file, which show its encoding
-MOST_PRINTED = 0.95
+LEAST_PRINTED = 0.95  # share of the characters of text in the right encoding
 
 
 def decoded(data: bytes, file: Path) -> str | None:
     """The text of a file; None for other content, such as a picture's. Raises UserError for text
     in another encoding, which is worth converting.
     """
-    text, problem = None, ""
+    controls = len(data) - len(data.translate(None, CONTROLS))
+    has_many_controls = controls > MOST_CONTROLS * len(data)
+    problem = ""
     try:
         text = data.decode("utf-8")
+        if not has_many_controls:
+            return text
     except UnicodeDecodeError as error:
         problem = f"{file} is not UTF-8 text ({error}): remove it, or convert it with iconv"
-    controls = len(data) - len(data.translate(None, CONTROLS))
-    has_many = controls > MOST_CONTROLS * len(data)
-    if text is not None and not has_many:
-        return text
     if encoding := _other_unicode(data[:FIRST_BYTES]):
-        how = f"remove it, or convert it: iconv -f {encoding} -t UTF-8"
-        raise UserError(f"{file} is not UTF-8 text, but {encoding}: {how}")
-    if has_many or b"\0" in data:
+        remedy = f"remove it, or convert it: iconv -f {encoding} -t UTF-8"
+        raise UserError(f"{file} is not UTF-8 text, but {encoding}: {remedy}")
+    if has_many_controls or b"\0" in data:
         return None
     raise UserError(problem)
 
@@ -44,14 +44,13 @@ def _other_unicode(data: bytes) -> str:
     """The encoding of text in UTF-16 or UTF-32, "" of other data. Without a mark nearly all of such
     text can be printed, and it has null bytes, of spaces and line ends; other text has none.
     """
-    best, most = "", 0
+    ascii_counts = {"": 0}  # few in the other order of bytes
     for encoding, mark in OTHER_UNICODE.items():
         with suppress(UnicodeDecodeError):
             text = codecs.getincrementaldecoder(encoding)().decode(data)
             if data.startswith(mark):
                 return encoding
             printed = sum(character.isprintable() or character.isspace() for character in text)
-            plain = sum(character < "\x80" for character in text)  # few in the other order
-            if b"\0" in data and printed >= MOST_PRINTED * len(text) and plain > most:
-                best, most = encoding, plain
-    return best
+            if b"\0" in data and printed >= LEAST_PRINTED * len(text):
+                ascii_counts[encoding] = sum(map(str.isascii, text))
+    return max(ascii_counts, key=ascii_counts.get)

@@ -38,7 +38,7 @@ from mixer.common.terminal import counted
 from mixer.data import tokenizer as tokenizing
 from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
 from mixer.data.samples import PairFile, TokenFile
-from mixer.data.sources import Part, documents, source_parts, text_hash, texts_of
+from mixer.data.sources import Shard, documents, source_shards, text_hash, texts_of
 from mixer.data.tasks import TaskSamples, open_task
 
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
@@ -65,14 +65,16 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
         manifest, splits, tokenizer = open_task(config, context)
         text_bytes = tokenizing.TextBytes(tokenizer)
     else:
-        manifest, directory = prepare(config), as_path(config.directory)
+        manifest = prepare(config)
+        directory = as_path(config.directory)
         tokenizer = tokenizing.load_tokenizer(directory)
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
-        kind = PairFile if as_pairs else TokenFile
-        splits = [kind(directory, split, context) for split in SPLITS]
+        split_file = PairFile if as_pairs else TokenFile
+        splits = [split_file(directory, split, context) for split in SPLITS]
+        _, validation = splits
         size = manifest.splits["validation"].bytes
-        text_bytes = tokenizing.TextBytes(tokenizer, [splits[1].tokens], size)
+        text_bytes = tokenizing.TextBytes(tokenizer, [validation.tokens], size)
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -96,19 +98,20 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
     are_pairs = bool(config.pair_field)
-    with time_told("reading the text", say):
+    with time_reported("reading the text", say):
         corpus = Corpus(config)
     training = (document for split, document in corpus.documents() if split == "train")
     texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        with time_told("training the tokenizer", say):
+        with time_reported("training the tokenizer", say):
             sample = tokenizing.training_sample(texts)
-            tokenizer, loses = tokenizing.train_tokenizer(sample, config.vocab_size), ""
+            tokenizer = tokenizing.train_tokenizer(sample, config.vocab_size)
+        loss = ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
-        with time_told("reading the tokenizer, and a sample of the text", say):
+        with time_reported("reading the tokenizer, and a sample of the text", say):
             tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
-            loses = tokenizing.loss_of_text(tokenizer, texts)
+            loss = tokenizing.loss_of_text(tokenizer, texts)
     if tokenizer.num_special_tokens_to_add(pair=False):
         # Saved with the model, the BOS or EOS would give other tools other tokens than training's.
         tokenizer.backend_tokenizer.post_processor = None
@@ -117,14 +120,15 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     hashes = {file.name: sha256(file) for file in sorted(directory.glob("tokenizer/*.json"))}
     vocab_size = tokenizing.vocabulary_size(tokenizer)
     dtype = np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32")
-    encode, batches = _encoder(tokenizer, dtype), _batches(corpus.documents(say), are_pairs)
+    encode = _encoder(tokenizer, dtype)
+    batches = _batches(corpus.documents(say), are_pairs)
     values = {
         "dtype": dtype.name,
         "vocab_size": vocab_size,
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": hashes["tokenizer.json"],
         "tokenizer_files": hashes,
-        "tokenizer_loses": loses,
+        "tokenizer_loses": loss,
         "settings": recorded_settings(config),
         "splits": _write_tokens(batches, encode, config.workers, directory, say),
     }
@@ -134,18 +138,19 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
 
 
 @contextmanager
-def time_told(what: str, say: Say) -> Iterator[None]:
-    """Says every REPORT_SECONDS for how long `what` is going on, by a thread: nothing inside may
-    fork, as a child has no thread to release what this one holds.
+def time_reported(activity: str, say: Say) -> Iterator[None]:
+    """Says every REPORT_SECONDS how long the activity inside has taken, by a thread: nothing inside
+    may fork, as a child has no thread to release what this one holds.
     """
-    began, ended = time.perf_counter(), threading.Event()
+    began = time.perf_counter()
+    ended = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not ended.wait(REPORT_SECONDS):
             with suppress(OSError):  # nobody reads the output
-                say(f"{what}: {time.perf_counter() - began:.0f} s so far")
+                say(f"{activity}: {time.perf_counter() - began:.0f} s so far")
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield
@@ -161,31 +166,36 @@ class Corpus:
     """
 
     def __init__(self, config: DataConfig):
-        self.config, self.training = config, source_parts(config)
-        self.validation: list[Part] = []  # empty where it is held out of the training text
+        self.config = config
+        self.training = source_shards(config)
+        self.validation: list[Shard] = []  # empty where it is held out of the training text
         if config.validation_path or config.validation_split:
-            path, split = config.validation_path, config.validation_split
-            own = {"path": path or config.path, "split": split or config.split, "max_documents": 0}
-            self.validation = source_parts(replace(config, **own))
+            validation = replace(
+                config,
+                path=config.validation_path or config.path,
+                split=config.validation_split or config.split,
+                max_documents=0,
+            )
+            self.validation = source_shards(validation)
         # All links to a file have its inode and device in common.
-        files = [(part.file, part.file.stat()[1:3]) for part in self.training if part.file]
-        held_out = {part.file.stat()[1:3] for part in self.validation if part.file}
-        if common := [file for file, place in files if place in held_out]:
-            problem = f"{common[0]} belongs to both data.path and data.validation_path"
-            raise UserError(f"{problem}: name different files in one of them")
-        self.is_one = False  # document, of which the end is held out
-        everything = self.documents()
-        first, document = next(everything)
-        if all(split == first for split, _ in everything):
+        held_out = {shard.file.stat()[1:3] for shard in self.validation if shard.file}
+        for shard in self.training:
+            if shard.file and shard.file.stat()[1:3] in held_out:
+                problem = f"{shard.file} belongs to both data.path and data.validation_path"
+                raise UserError(f"{problem}: name different files in one of them")
+        self.has_one_document = False  # of which the end is held out
+        documents_of_splits = self.documents()
+        first_split, document = next(documents_of_splits)
+        if all(split == first_split for split, _ in documents_of_splits):
             text = config.path or f"the text of data.source={config.source}"
-            if first == "validation":
-                held = f"data.validation_documents = {config.validation_documents}"
-                raise UserError(f"{held} leaves no document of {text} for training: lower it")
+            if first_split == "validation":
+                setting = f"data.validation_documents = {config.validation_documents}"
+                raise UserError(f"{setting} leaves no document of {text} for training: lower it")
             if config.pair_field or len(document) < 2:
                 problem = f"{text} has 1 document (copies count once), and validation needs another"
                 remedy = "add files, or give data.validation_path (hub: data.validation_split)"
                 raise UserError(f"{problem}: {remedy}")
-            self.is_one = True
+            self.has_one_document = True
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text, and how
@@ -196,33 +206,39 @@ class Corpus:
         document is for training, and the next that is no copy of it for validation. If there is
         only one, the end of it is held out, and said.
         """
-        if self.is_one:
+        if self.has_one_document:
             (text,) = deque(documents(self.training, self.config, say=say), maxlen=1)
             start = start_of_end(text, self.config.validation_fraction)
-            held_out = f"{len(text) - start:,} of its {len(text):,} characters"
-            say(f"there is one document: its end is for validation, {held_out}")
-            yield from (("train", text[:start]), ("validation", text[start:]))
+            share = f"{len(text) - start:,} of its {len(text):,} characters"
+            say(f"there is one document: its end is for validation, {share}")
+            yield "train", text[:start]
+            yield "validation", text[start:]
             return
-        first, other, validation, copies = None, None, set(), 0
+        validation_hashes: set[int] = set()
         if self.validation:
             for text in documents(self.validation, self.validation[0].config, say=say):
-                validation.add(text_hash(text))
+                validation_hashes.add(text_hash(text))
                 yield "validation", text
+        first = first_held_out = None
+        copies = 0
         for number, text in enumerate(documents(self.training, self.config, say=say)):
             if self.validation:
-                held_out = False
+                is_held_out = False
             elif self.config.validation_documents:
-                held_out = number < self.config.validation_documents
-                if held_out:
-                    validation.add(text_hash(text))
+                is_held_out = number < self.config.validation_documents
+                if is_held_out:
+                    validation_hashes.add(text_hash(text))
             elif first is None or text == first:
-                first, held_out = text, False
-            elif other is None or text == other:
-                other, held_out = text, True
+                first = text
+                is_held_out = False
+            elif first_held_out is None or text == first_held_out:
+                first_held_out = text
+                is_held_out = True
             else:
-                held_out = text_hash(text) < self.config.validation_fraction * 2**64
-            copies += bool(validation and not held_out and text_hash(text) in validation)
-            yield SPLITS[held_out], text
+                is_held_out = text_hash(text) < self.config.validation_fraction * 2**64
+            if validation_hashes and not is_held_out:
+                copies += text_hash(text) in validation_hashes
+            yield ("validation" if is_held_out else "train"), text
         if copies:
             among = "among the validation documents too, so the validation loss will be too low"
             say(f"{counted(copies, 'training document')} {among}: remove copies from either text")
@@ -238,7 +254,7 @@ def start_of_end(text: str, share: float) -> int:
 
 
 class Piece(NamedTuple):
-    """A part of a text that is tokenized at a time, so that a huge text becomes several jobs."""
+    """A stretch of a text that is tokenized at a time, so that a huge text becomes several jobs."""
 
     split: str
     before: str  # the text's last character before it; "" where it is the first
@@ -248,23 +264,23 @@ class Piece(NamedTuple):
 
 def _write_tokens(
     batches: Iterable[list[Piece]], encode: Callable, workers: int, directory: Path, say: Say
-) -> dict[str, Counter]:
+) -> dict[str, dict[str, int | str]]:
     """Writes the token files, and returns what the manifest says of each split."""
     counts = {name: Counter() for name in SPLITS}
-    began = said = time.perf_counter()
+    began = reported = time.perf_counter()
     with ExitStack() as opened:
-        names = [f"{split}.{kind}" for split in SPLITS for kind in ("bin", "docs.bin")]
+        names = [f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "docs.bin")]
         files = {name: opened.enter_context(open(directory / name, "wb")) for name in names}
         # closing ends the workers, also where writing fails
-        encoded = opened.enter_context(closing(results(encode, batches, workers)))
-        for split, closes, tokens, count in itertools.chain.from_iterable(encoded):
-            counts[split].update(count)
+        encoded = opened.enter_context(closing(parallel_map(encode, batches, workers)))
+        for split, closes, tokens, piece_counts in itertools.chain.from_iterable(encoded):
+            counts[split].update(piece_counts)
             files[f"{split}.bin"].write(tokens)
             if closes:
                 files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
-            if time.perf_counter() - said > REPORT_SECONDS:
-                said = time.perf_counter()
-                say(_report("tokenized so far", counts, said - began))
+            if time.perf_counter() - reported > REPORT_SECONDS:
+                reported = time.perf_counter()
+                say(_report("tokenized so far", counts, reported - began))
     say(_report("tokenized", counts, time.perf_counter() - began))
     training, validation = (counts[split]["tokens"] for split in SPLITS)
     if validation > training:
@@ -272,37 +288,43 @@ def _write_tokens(
             f"validation has {validation:,} tokens, and training {training:,}: for another split, "
             "add text or give another data.validation_path, with another data.directory"
         )
-    with time_told("hashing the token files", say):
-        for split, count in counts.items():
-            count["tokens_sha256"] = sha256(directory / f"{split}.bin")
-            count["documents_sha256"] = sha256(directory / f"{split}.docs.bin")
-    return counts
+    with time_reported("hashing the token files", say):
+        return {
+            split: {
+                **counts[split],
+                "tokens_sha256": sha256(directory / f"{split}.bin"),
+                "documents_sha256": sha256(directory / f"{split}.docs.bin"),
+            }
+            for split in SPLITS
+        }
 
 
-def _report(what: str, counts: dict[str, Counter], seconds: float) -> str:
-    done = sum(counts.values(), Counter())
+def _report(activity: str, counts: dict[str, Counter], seconds: float) -> str:
+    total = sum(counts.values(), Counter())
     held_out = counts["validation"]["documents"]
     return (
-        f"{what}: {counted(done['documents'], 'document')} ({held_out:,} of them "
-        f"for validation), {done['bytes'] / 1e6:.1f} MB, {done['tokens'] / 1e6:.2f} M tokens in "
-        f"{seconds:.1f} s ({done['bytes'] / seconds / 1e6:.2f} MB/s)"
+        f"{activity}: {counted(total['documents'], 'document')} ({held_out:,} of them "
+        f"for validation), {total['bytes'] / 1e6:.1f} MB, {total['tokens'] / 1e6:.2f} M tokens in "
+        f"{seconds:.1f} s ({total['bytes'] / seconds / 1e6:.2f} MB/s)"
     )
 
 
 def _batches(documents: Iterable[tuple[str, str]], are_pairs: bool) -> Iterator[list[Piece]]:
     """The pieces of all documents, BATCH_CHARACTERS or the next few more at a time."""
-    batch, size = [], 0
+    batch = []
+    characters = 0
     for split, document in documents:
         texts = texts_of(document, are_pairs)
         for number, text in enumerate(texts, 1):
-            end = "document" if number == len(texts) else "text"
+            text_closes = "document" if number == len(texts) else "text"
             for start, piece in tokenizing.pieces(text):
-                closes = end if start + len(piece) == len(text) else ""
+                closes = text_closes if start + len(piece) == len(text) else ""
                 batch.append(Piece(split, text[max(start - 1, 0) : start], piece, closes))
-                size += len(piece)
-                if size >= BATCH_CHARACTERS:
+                characters += len(piece)
+                if characters >= BATCH_CHARACTERS:
                     yield batch
-                    batch, size = [], 0
+                    batch = []
+                    characters = 0
     yield batch
 
 
@@ -312,45 +334,52 @@ def _encoder(
     """A function from a batch to (split, what it closes, tokens, counts) of each piece. EOS ends
     each text.
     """
-    encode = tokenizing.piece_encoder(tokenizer)
+    encode = tokenizing.text_encoder(tokenizer)
     eos = np.array([tokenizer.eos_token_id], dtype).tobytes()
 
     def encode_piece(piece: Piece) -> tuple[str, str, bytes, dict[str, int]]:
-        tokens = encode(piece.text, bool(piece.before)).astype(dtype).tobytes()
-        tokens += eos if piece.closes else b""
+        tokens = encode(piece.text, is_later=bool(piece.before)).astype(dtype).tobytes()
+        if piece.closes:
+            tokens += eos
         words = len(piece.text.split())
-        if piece.before.strip() and piece.text[:1].strip():  # a word that begins in the last piece
-            words -= 1
-        counts = {"documents": int(piece.closes == "document"), "words": words}
-        counts |= {"bytes": len(piece.text.encode()), "tokens": len(tokens) // len(eos)}
+        if piece.before.strip() and piece.text[:1].strip():
+            words -= 1  # the first one begins in the piece before
+        counts = {
+            "documents": int(piece.closes == "document"),
+            "words": words,
+            "bytes": len(piece.text.encode()),
+            "tokens": len(tokens) // len(eos),
+        }
         return piece.split, piece.closes, tokens, counts
 
     return lambda batch: [encode_piece(piece) for piece in batch]
 
 
-def results(task: Callable, jobs: Iterable, workers: int) -> Iterator:
+def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Iterator:
     """`task(job)` of each job, in their order, computed by so many processes (0: one for each core;
     1: this one). At most two jobs a worker are held at a time.
 
     Raises what the task raises, and UserError if a worker is killed. The workers end when the
     generator does, or this process, however that ends.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-    workers = workers or len(cores)
+    if not workers:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
     if workers == 1:
         yield from map(task, jobs)
         return
     # Forks start at once. They use no GPU and no threads of the tokenizer, which no fork inherits.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
-    pool, given = ProcessPoolExecutor(workers, context, _begin_worker, (task,)), deque()
+    pool = ProcessPoolExecutor(workers, context, _begin_worker, (task,))
+    submitted = deque()
     try:
         for job in jobs:
-            given.append(pool.submit(_do, job))
-            if len(given) == 2 * workers:
-                yield given.popleft().result()
-        while given:
-            yield given.popleft().result()
+            submitted.append(pool.submit(_do, job))
+            if len(submitted) == 2 * workers:
+                yield submitted.popleft().result()
+        while submitted:
+            yield submitted.popleft().result()
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed; if memory is short, set a smaller data.workers"

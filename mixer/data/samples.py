@@ -35,13 +35,16 @@ class TokenFile:
     """
 
     def __init__(self, directory: str | Path, split: str, context: int):
-        self.path, self.context = Path(directory) / split, context
+        self.path = Path(directory) / split
+        self.context = context
         self.manifest = Manifest.load(directory)
         self.manifest.verify(directory, [split])
-        self.counts, self.dtype = self.manifest.splits[split], np.dtype(self.manifest.dtype)
+        self.counts = self.manifest.splits[split]
+        self.dtype = np.dtype(self.manifest.dtype)
         self.packed = self.manifest.settings["packed"]
         self.cut = self.manifest.settings.get("cut", False)
-        self.files = {kind: open(f"{self.path}.{kind}", "rb") for kind in ("bin", "docs.bin")}
+        suffixes = ("bin", "docs.bin")
+        self.files = {suffix: open(f"{self.path}.{suffix}", "rb") for suffix in suffixes}
         numbers = os.fstat(self.files["docs.bin"].fileno()).st_size // 8
         self.texts = numbers // self.counts.documents  # of a document: one, or two of a pair
         self.samples_before = self._samples_before()
@@ -84,13 +87,14 @@ class TokenFile:
         """Inputs and targets of the samples `indices`, each int64 (batch, context); padding has
         target -100.
         """
-        rows = np.full((len(indices), self.context + 1), self.manifest.eos_token_id, dtype=np.int64)
+        shape = (len(indices), self.context + 1)
+        rows = np.full(shape, self.manifest.eos_token_id, dtype=np.int64)
         ignored = np.zeros((len(indices), self.context), dtype=bool)
         for row, index in enumerate(indices):
             start, end = self.span(int(index))
             rows[row, : end - start] = self.read(start, end)
             ignored[row, end - start - 1 :] = True
-        rows = torch.from_numpy(rows)  # (batch, context + 1)
+        rows = torch.from_numpy(rows)
         targets = rows[:, 1:].masked_fill(torch.from_numpy(ignored), -100)
         return rows[:, :-1].contiguous(), targets
 
@@ -109,24 +113,27 @@ class TokenFile:
         ends = self.text_ends(max(document - 1, 0), document + 1)[:, -1]
         return int(ends[0]) if document else 0, int(ends[-1]), number
 
-    def read(self, start: int, end: int, kind: str = "bin") -> np.ndarray:
+    def read(self, start: int, end: int, suffix: str = "bin") -> np.ndarray:
         """Numbers [start, end) of a file of the split: tokens, or where texts end. Not through a
         memory map: its pages would count as this process's memory, and those of a file that is cut
         would end it without a word.
 
         Raises UserError if the file no longer has them, which was whole when it was opened.
         """
-        numbers = np.empty(end - start, self.dtype if kind == "bin" else "<i8")
-        left, place = numbers.view(np.uint8), start * numbers.itemsize
+        numbers = np.empty(end - start, self.dtype if suffix == "bin" else "<i8")
+        buffer = numbers.view(np.uint8)
+        offset = start * numbers.itemsize
+        filled = 0
         try:
-            while len(left):  # the system reads at most 2 GB at a time
-                count = os.preadv(self.files[kind].fileno(), [left], place)
+            while filled < len(buffer):  # the system reads at most 2 GB at a time
+                descriptor = self.files[suffix].fileno()
+                count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
                 if not count:
                     raise OSError("it is shorter now")
-                left, place = left[count:], place + count
+                filled += count
         except OSError as error:
             raise UserError(
-                f"{self.path}.{kind} can no longer be read ({error}): restore it, or delete its "
+                f"{self.path}.{suffix} can no longer be read ({error}): restore it, or delete its "
                 "folder to prepare again, and run the same command again"
             ) from None
         return numbers
@@ -179,43 +186,48 @@ class PairFile(TokenFile):
 
 
 class SampleOrder:
-    """A new permutation of the samples each epoch, a pure function of (seed, epoch, place in the
-    epoch). It is computed one place at a time, so that no process holds an index of all samples.
+    """A new permutation of the samples each epoch, a pure function of (seed, epoch, position in the
+    epoch). It is computed one position at a time, so that no process holds an index of all samples.
     Where a run stands is one integer, the samples consumed so far, also with another number of
     devices or another batch size.
 
-    A place is permuted by a Feistel network: its two halves of bits are mixed in turn, each by a
+    A position is permuted by a Feistel network: its two halves of bits are mixed in turn, each by a
     keyed hash of the other, which is a bijection whatever the hash. Numbers beyond the samples are
     permuted again until they fall among them ("cycle walking"). All of it is arithmetic on 64-bit
     integers: the order is the same with every version of numpy.
     """
 
     def __init__(self, samples: int, seed: int):
-        self.samples, self.seed = samples, seed
+        self.samples = samples
+        self.seed = seed
         self.half_bits = max(1, ((samples - 1).bit_length() + 1) // 2)
 
     def indices(self, position: int, count: int) -> np.ndarray:
         """The samples at consumed-sample positions [position, position + count), int64 (count,);
         may cross epochs.
         """
-        parts, end = [np.empty(0, np.int64)], position + count
+        chunks = [np.empty(0, np.int64)]  # of an epoch each
+        end = position + count
         while position < end:
             epoch, start = divmod(position, self.samples)
             stop = min(start + end - position, self.samples)
-            parts.append(self._permuted(np.arange(start, stop, dtype=np.uint64), epoch))
+            chunks.append(self._permuted(np.arange(start, stop, dtype=np.uint64), epoch))
             position += stop - start
-        return np.concatenate(parts)
+        return np.concatenate(chunks)
 
-    def _permuted(self, places: np.ndarray, epoch: int) -> np.ndarray:
-        keys = [np.uint64(hash_number(f"{self.seed}/{epoch}/{number}")) for number in range(ROUNDS)]
-        places = self._feistel(places, keys)
-        while (outside := places >= self.samples).any():
-            places[outside] = self._feistel(places[outside], keys)
-        return places.astype(np.int64)
+    def _permuted(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        names = [f"{self.seed}/{epoch}/{number}" for number in range(ROUNDS)]
+        keys = [np.uint64(hash_number(name)) for name in names]
+        indices = self._feistel(positions, keys)
+        while (outside := indices >= self.samples).any():
+            indices[outside] = self._feistel(indices[outside], keys)
+        return indices.astype(np.int64)
 
-    def _feistel(self, places: np.ndarray, keys: list[np.uint64]) -> np.ndarray:
-        bits, mask = np.uint64(self.half_bits), np.uint64((1 << self.half_bits) - 1)
-        left, right = places >> bits, places & mask
+    def _feistel(self, numbers: np.ndarray, keys: list[np.uint64]) -> np.ndarray:
+        bits = np.uint64(self.half_bits)
+        mask = np.uint64((1 << self.half_bits) - 1)
+        left = numbers >> bits
+        right = numbers & mask
         for key in keys:
             left, right = right, left ^ (mixed(right ^ key) & mask)
         return (left << bits) | right
@@ -246,7 +258,7 @@ class Batches:
     Args:
         data: a TokenFile or PairFile, or TaskSamples in its place.
         sizes: micro-batches of a step, and samples of a process in each.
-        place: this process's rank, and the number of processes.
+        process: its rank, and the number of processes.
         pin: whether batches are in pinned memory, for a GPU.
     """
 
@@ -255,18 +267,26 @@ class Batches:
         data: TokenFile,
         order: SampleOrder,
         sizes: tuple[int, int],
-        place: tuple[int, int],
+        process: tuple[int, int],
         position: int,
         pin: bool,
     ):
-        (micro_batches, self.batch_size), (rank, processes) = sizes, place
-        self.data, self.order, self.position, self.pin = data, order, position, pin
-        self.first, self.stride = rank * self.batch_size, processes * self.batch_size
+        micro_batches, self.batch_size = sizes
+        rank, world_size = process
+        self.data = data
+        self.order = order
+        self.position = position
+        self.pin = pin
+        self.first = rank * self.batch_size
+        self.stride = world_size * self.batch_size
         self.step_samples = micro_batches * self.stride  # of all processes
         self.ahead = deque[Future]()
-        # A thread begins with GPU 0, and would take memory there for each process of the host.
-        begin = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin else (None, ())
-        self.thread = ThreadPoolExecutor(1, "batches", *begin)
+        if pin:
+            # A thread begins with GPU 0, and would take memory there for each process of the host.
+            set_device = torch.cuda.set_device, (torch.cuda.current_device(),)
+            self.thread = ThreadPoolExecutor(1, "batches", *set_device)
+        else:
+            self.thread = ThreadPoolExecutor(1, "batches")
 
     def next(self) -> list[Batch]:
         """The next step's micro-batches of this process, on the CPU. Raises what reading them has
@@ -280,8 +300,10 @@ class Batches:
     def at(self, position: int) -> list[Batch]:
         """The micro-batches of the step that begins at `position`."""
         starts = range(position + self.first, position + self.step_samples, self.stride)
-        made = [self.data.batch(self.order.indices(start, self.batch_size)) for start in starts]
-        return [tuple(part.pin_memory() for part in batch) for batch in made] if self.pin else made
+        batches = [self.data.batch(self.order.indices(start, self.batch_size)) for start in starts]
+        if self.pin:
+            batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
+        return batches
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)

@@ -47,96 +47,105 @@ HUB_REMEDY = "give the dataset's exact names, with a network; for .zst pip insta
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """A file of a source, or all of a hub dataset."""
 
     config: DataConfig
     file: Path | None = None
 
 
-def source_parts(config: DataConfig) -> list[Part]:
-    """The parts of the source, in order. Raises UserError if there are none, or if the rows of a
+def source_shards(config: DataConfig) -> list[Shard]:
+    """The shards of the source, in order. Raises UserError if there are none, or if the rows of a
     file would become one document.
     """
     if config.source == "hub":
-        return [Part(config)]
+        return [Shard(config)]
     files = _builtin_files(config) if config.source == "builtin" else local_files(config)
     for file in files if config.source == "text" else ():
-        name = file.name.lower()
-        kind = next((kind for kind, ends in SUFFIXES.items() if name.endswith(ends)), "")
+        source = source_of_rows(file)
         # .json is a text, too: of source code
-        if kind and not name.endswith(tuple(".json" + how for how in ("", *OPENERS))):
+        if source and not file.name.lower().endswith(_compressible(".json")):
             raise UserError(
                 f"{file} has a document in each row, but data.source=text reads a file as one "
-                f"document: give data.source={kind}, or leave the file out of data.path"
+                f"document: give data.source={source}, or leave the file out of data.path"
             )
-    return [Part(config, file) for file in files]
+    return [Shard(config, file) for file in files]
 
 
 def documents(
-    parts: Iterable[Part], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
+    shards: Iterable[Shard], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
-    """The documents of the parts, the first `max_documents` of them. An empty text is none, nor is
+    """The documents of the shards, the first `max_documents` of them. An empty text is none, nor is
     white space, except with `blank`. Says at the end how many rows have no text, and how many files
     are none.
 
     Raises UserError for what cannot be read, too many of these rows or files, and no document.
     """
-    found, missing, fields, binary = 0, 0, [], []
-    for text in itertools.chain.from_iterable(map(part_texts, parts)):
-        if isinstance(text, Path):  # a file that is no text
+    count = 0
+    missing = 0  # rows without text
+    fields: list[str] = []  # of the first of them
+    binary: list[Path] = []  # files that are no text
+    for text in itertools.chain.from_iterable(map(shard_texts, shards)):
+        if isinstance(text, Path):
             binary.append(text)
-            if len(binary) == FIRST_ROWS and not found:
+            if len(binary) == FIRST_ROWS and not count:
                 break
-        elif isinstance(text, list):  # a row without text: its fields
-            missing, fields = missing + 1, fields or text
-            if missing == FIRST_ROWS and not found:
+        elif isinstance(text, list):
+            missing += 1
+            fields = fields or text
+            if missing == FIRST_ROWS and not count:
                 break
         elif text and (blank or not text.isspace()):
-            if found == config.max_documents > 0:
-                say(f"data.max_documents = {found}: the text has more; 0 reads all of it")
+            if count == config.max_documents > 0:
+                say(f"data.max_documents = {count}: the text has more; 0 reads all of it")
                 break
-            found += 1
+            count += 1
             yield text
     if binary:
-        share = f"{len(binary):,} of {found + len(binary):,} files of {config.path}"
+        files = count + len(binary)
+        share = f"{len(binary):,} of {files:,} files of {config.path}"
         left_out = f"{share} are no text, such as {binary[0]}"
-        if len(binary) > MOST_BINARY * (found + len(binary)):
-            glob_of_texts = "give a glob of the texts, such as data.path='FOLDER/**/*.txt'"
-            raise UserError(f"{left_out}; at most {MOST_BINARY:.0%} may be none: {glob_of_texts}")
+        if len(binary) > MOST_BINARY * files:
+            remedy = "give a glob of the texts, such as data.path='FOLDER/**/*.txt'"
+            raise UserError(f"{left_out}; at most {MOST_BINARY:.0%} may be none: {remedy}")
         say(f"left out: {left_out}")
-    if not found + missing:
+    rows = count + missing
+    if not rows:
         raise UserError(f"the corpus is empty: no document with text in {config.path}")
     names = " or ".join(map(repr, filter(None, (config.text_field, config.pair_field))))
-    left_out = f"{missing:,} of {found + missing:,} entries of {config.path} have no text in field"
-    if missing > MOST_MISSING * (found + missing):
+    left_out = f"{missing:,} of {rows:,} entries of {config.path} have no text in field {names}"
+    if missing > MOST_MISSING * rows:
         raise UserError(
-            f"{left_out} {names}; fields of the first: {', '.join(fields)}; at most "
-            f"{MOST_MISSING:.0%} may lack text. Set data.text_field to a field that all rows have "
-            "(eval.py: --text-field), or remove the other rows"
+            f"{left_out}; fields of the first: {', '.join(fields)}; at most {MOST_MISSING:.0%} may "
+            "lack text. Set data.text_field to a field that all rows have (eval.py: --text-field), "
+            "or remove the other rows"
         )
     if missing:
-        say(f"left out: {left_out} {names}")
+        say(f"left out: {left_out}")
 
 
-def part_texts(part: Part) -> Iterator[str | list[str] | Path]:
-    """The text of each row or file of a part; of a row that lacks it, the names of its fields, of
+def shard_texts(shard: Shard) -> Iterator[str | list[str] | Path]:
+    """The text of each row or file of a shard; of a row that lacks it, the names of its fields, of
     a file that is no text, its path.
     """
-    number, config = 1, part.config
+    config = shard.config
+    number = 1
     try:
-        for row in READERS[config.source](part):
+        for row in READERS[config.source](shard):
             yield _text(row, config)
             number += 1
     except UserError:
         raise
     except Exception as error:  # datasets, pyarrow, json, zlib, the network: each has its own kinds
         dataset = " ".join(filter(None, (config.path, config.subset, config.split)))
-        place = f"row {number} of {part.file or f'hub dataset {dataset}'}"
-        remedy = next(remedy for kind, remedy in REMEDIES.items() if isinstance(error, kind))
-        remedy = WIDE_REMEDY if WIDE_WINDOW in str(error) else remedy
-        remedy = remedy if part.file else HUB_REMEDY
-        raise UserError(f"cannot read {place}: {first_line(error)}; {remedy}") from error
+        location = f"row {number} of {shard.file or f'hub dataset {dataset}'}"
+        if not shard.file:
+            remedy = HUB_REMEDY
+        elif WIDE_WINDOW in str(error):
+            remedy = WIDE_REMEDY
+        else:
+            remedy = next(REMEDIES[type_] for type_ in REMEDIES if isinstance(error, type_))
+        raise UserError(f"cannot read {location}: {first_line(error)}; {remedy}") from error
 
 
 def _text(row: object, config: DataConfig) -> str | list[str] | Path:
@@ -174,7 +183,7 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-# --- the rows of a part, each a dict -----------------------------------------
+# --- the rows of a shard, each a dict ----------------------------------------
 
 
 def _open_zst(file: Path, mode: str) -> BinaryIO:
@@ -185,10 +194,20 @@ def _open_zst(file: Path, mode: str) -> BinaryIO:
 
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
-SUFFIXES = {
-    "jsonl": tuple(n + how for n in (".jsonl", ".json", ".ndjson") for how in ("", *OPENERS)),
-    "parquet": (".parquet",),
-}
+
+
+def _compressible(*suffixes: str) -> tuple[str, ...]:
+    """The suffixes, alone and before that of a compression."""
+    return tuple(suffix + opener for suffix in suffixes for opener in ("", *OPENERS))
+
+
+SUFFIXES = {"jsonl": _compressible(".jsonl", ".json", ".ndjson"), "parquet": (".parquet",)}
+
+
+def source_of_rows(file: Path) -> str:
+    """The source that reads a file whose rows are documents; "" of other files."""
+    name = file.name.lower()
+    return next((source for source in SUFFIXES if name.endswith(SUFFIXES[source])), "")
 
 
 def _open(file: Path) -> BinaryIO:
@@ -196,44 +215,48 @@ def _open(file: Path) -> BinaryIO:
     return OPENERS.get(file.suffix.lower(), open)(file, "rb")
 
 
-def _text_row(part: Part) -> Iterator[dict | Path]:
-    with _open(part.file) as file:  # bytes, not text mode: line ends stay as they are
+def _text_row(shard: Shard) -> Iterator[dict | Path]:
+    with _open(shard.file) as file:  # bytes, not text mode: line ends stay as they are
         data = file.read()
-    text = decoded(data, part.file)
-    yield part.file if text is None else {part.config.text_field: text}
+    text = decoded(data, shard.file)
+    yield shard.file if text is None else {shard.config.text_field: text}
 
 
-def _builtin_row(part: Part) -> Iterator[dict]:
+def _builtin_row(shard: Shard) -> Iterator[dict]:
     with suppress(UnicodeDecodeError):  # a few tests of Python are not UTF-8 on purpose
-        yield {part.config.text_field: part.file.read_bytes().decode("utf-8")}
+        yield {shard.config.text_field: shard.file.read_bytes().decode("utf-8")}
 
 
-def _json_rows(part: Part) -> Iterator[object]:
+def _json_rows(shard: Shard) -> Iterator[object]:
     """A row a line, or all of the file one array of rows."""
-    with _open(part.file) as file:
+    with _open(shard.file) as file:
         if file.peek(4).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from json.load(file)
         else:
             yield from (json.loads(line) if line.strip() else {} for line in file)
 
 
-def _parquet_rows(part: Part) -> Iterator[dict]:
+def _parquet_rows(shard: Shard) -> Iterator[dict]:
     from pyarrow.parquet import ParquetFile
 
-    wanted = [part.config.text_field, part.config.pair_field]
-    with open(part.file, "rb") as opened, ParquetFile(opened) as file:
-        has_text = wanted[0] in file.schema_arrow.names
-        for batch in file.iter_batches(256, columns=wanted if has_text else None):
+    text_field = shard.config.text_field
+    with open(shard.file, "rb") as opened, ParquetFile(opened) as file:
+        # Without the text field, an error names those that there are.
+        has_text = text_field in file.schema_arrow.names
+        columns = [text_field, shard.config.pair_field] if has_text else None
+        for batch in file.iter_batches(256, columns=columns):
             yield from batch.to_pylist()
 
 
-def _hub_rows(part: Part) -> Iterable[dict]:
+def _hub_rows(shard: Shard) -> Iterable[dict]:
     from datasets import load_dataset, load_from_disk
 
-    path, config = as_path(part.config.path), part.config
-    for mark, saved in ("state.json", path), ("dataset_dict.json", path / config.split):
-        if (path / mark).is_file():  # written by save_to_disk, without or with splits
-            return load_from_disk(saved)
+    config = shard.config
+    path = as_path(config.path)
+    if (path / "state.json").is_file():  # written by save_to_disk, without splits
+        return load_from_disk(path)
+    if (path / "dataset_dict.json").is_file():  # or with splits
+        return load_from_disk(path / config.split)
     return load_dataset(str(path), config.subset or None, split=config.split, streaming=True)
 
 
@@ -254,28 +277,35 @@ def local_files(config: DataConfig) -> list[Path]:
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
     parquet, have one of the source's suffixes. Raises UserError if none, or not all, can be read.
     """
-    path, suffixes = as_path(config.path), SUFFIXES.get(config.source, ("",))
-    wanted = f" ending in {', '.join(suffixes)}" if any(suffixes) else ""
-    named, inside = set(), set()
+    path = as_path(config.path)
+    suffixes = SUFFIXES.get(config.source, ("",))
+    ending = f" ending in {', '.join(suffixes)}" if any(suffixes) else ""
+    named: set[Path] = set()
+    inside: set[Path] = set()  # folders
     try:
-        for place in [path] if path.exists() else _matches(path):
-            if place.is_file():
-                named.add(place)
-            elif place.is_dir():
-                inside |= {folder / name for folder, names in _folders(place) for name in names}
-        kept = {file for file in inside if file.name.lower().endswith(suffixes)}
-        files = named | {file for file in kept if stat.S_ISREG(file.stat().st_mode)}
+        for match in [path] if path.exists() else _matches(path):
+            if match.is_file():
+                named.add(match)
+            elif match.is_dir():
+                inside |= {folder / name for folder, names in _folders(match) for name in names}
+        with_suffix = {file for file in inside if file.name.lower().endswith(suffixes)}
+        files = named | {file for file in with_suffix if stat.S_ISREG(file.stat().st_mode)}
     except OSError as error:
         problem = f"{error.filename} cannot be read ({error.strerror})"
         raise UserError(f"{problem}: give access to it, or leave it out") from None
     if not files:
-        problem = "is no file, but a pipe or device" if path.exists() else "does not exist"
-        problem = f"matches no file{wanted}" if glob.has_magic(config.path) else problem
-        problem = f"is a folder without files{wanted}" if path.is_dir() else problem
+        if path.is_dir():
+            problem = f"is a folder without files{ending}"
+        elif glob.has_magic(config.path):
+            problem = f"matches no file{ending}"
+        elif path.exists():
+            problem = "is no file, but a pipe or device"
+        else:
+            problem = "does not exist"
         raise UserError(f"{config.path!r} {problem}: correct the path")
-    if others := sorted(inside - kept - named):
-        number = f"{len(others):,}, such as {others[0]}"
-        say_on_stderr(f"left out of {config.path}: files not{wanted} ({number})")
+    if left_out := sorted(inside - with_suffix - named):
+        number = f"{len(left_out):,}, such as {left_out[0]}"
+        say_on_stderr(f"left out of {config.path}: files not{ending} ({number})")
     once = {os.path.realpath(file): file for file in sorted(files, key=Path.as_posix)[::-1]}
     return sorted(once.values(), key=Path.as_posix)
 
@@ -305,18 +335,18 @@ def _folders(top: Path) -> Iterator[tuple[Path, list[str]]]:
 
 def _matches(pattern: Path) -> list[Path]:
     """What a glob matches. Unlike in the module glob, a folder that cannot be read is an error."""
-    places = [Path(pattern.anchor)]
-    for part in pattern.relative_to(pattern.anchor).parts:
-        if part == "**":
-            places = [folder for place in places for folder, _ in _folders(place)]
-        elif glob.has_magic(part):
-            folders = [place for place in places if place.is_dir()]
-            inside = [place / name for place in folders for name in os.listdir(place)]
-            seen = [place for place in inside if part[0] == "." or place.name[0] != "."]
-            places = [place for place in seen if fnmatch.fnmatch(place.name, part)]
+    paths = [Path(pattern.anchor)]
+    for segment in pattern.relative_to(pattern.anchor).parts:
+        if segment == "**":
+            paths = [folder for path in paths for folder, _ in _folders(path)]
+        elif glob.has_magic(segment):
+            entries = [path / name for path in paths if path.is_dir() for name in os.listdir(path)]
+            if segment[0] != ".":
+                entries = [entry for entry in entries if entry.name[0] != "."]
+            paths = [entry for entry in entries if fnmatch.fnmatch(entry.name, segment)]
         else:
-            places = [place / part for place in places if (place / part).exists()]
-    return places
+            paths = [path / segment for path in paths if (path / segment).exists()]
+    return paths
 
 
 def _builtin_files(config: DataConfig) -> list[Path]:
@@ -329,7 +359,7 @@ def _builtin_files(config: DataConfig) -> list[Path]:
     ]
     if not config.subset:
         return [file for _, file in sorted(named)]
-    for folder in {os.path.realpath(paths[kind]) for kind in ("purelib", "platlib")}:
+    for folder in {os.path.realpath(paths["purelib"]), os.path.realpath(paths["platlib"])}:
         named += _python_files(folder)
     # Sorting by a hash of the name mixes the packages: the first data.max_documents files are a
     # sample of all packages. They hold copies of each other's files.

@@ -41,18 +41,21 @@ class TaskSamples:
     packed = False  # unlike packed text, only some targets are scored
 
     def __init__(self, config: DataConfig, split: str, context: int):
-        self.task, self.context, self.vocabulary = config.source, context, config.vocab_size
+        self.task = config.source
+        self.context = context
+        self.vocabulary = config.vocab_size
         self.keys = (config.vocab_size - 1) // 2
         self.seed = np.uint64(hash_number(f"{config.source} {split}"))
-        self.samples, self.answers = SAMPLES[split], np.zeros(context + 1, dtype=bool)
-        most = min((context + 1) // 4, self.keys)
-        is_one = self.task == "needle" and split == "validation"
-        self.pairs = 1 if is_one else config.pairs or most
-        if context < 3 or self.pairs > most:
+        self.samples = SAMPLES[split]
+        self.answers = np.zeros(context + 1, dtype=bool)
+        most_pairs = min((context + 1) // 4, self.keys)
+        has_one_pair = self.task == "needle" and split == "validation"
+        self.pairs = 1 if has_one_pair else config.pairs or most_pairs
+        if context < 3 or self.pairs > most_pairs:
             raise UserError(
                 f"data.source = {self.task} with data.pairs = {config.pairs} does not fit into a "
                 f"context of {context} with data.vocab_size = {self.vocabulary}; allowed: a "
-                f"context of 3 or more, and at most {most} pairs"
+                f"context of 3 or more, and at most {most_pairs} pairs"
             )
         if self.task == "copy":
             self.copied = context // 2
@@ -76,31 +79,35 @@ class TaskSamples:
         return rows[:, :-1].contiguous(), targets
 
     def _copy(self, rows: np.ndarray, indices: np.ndarray) -> None:
-        (drawn,) = self._draws(indices, self.copied)
-        rows[:, : self.copied] = 1 + drawn % np.uint64(self.vocabulary - 1)
+        (draws,) = self._draws(indices, self.copied)
+        rows[:, : self.copied] = 1 + draws % np.uint64(self.vocabulary - 1)
         rows[:, self.copied + 1 : 2 * self.copied + 1] = rows[:, : self.copied]
 
     def _recall(self, rows: np.ndarray, indices: np.ndarray) -> None:
-        body, pairs = self.body, self.pairs
-        drawn, keys, places, order = self._draws(indices, body, self.keys, body // 2, pairs)
-        first = 1 + self.keys  # the first value
-        rows[:, :body] = first + (drawn % np.uint64(self.vocabulary - first)).astype(np.int64)
-        keys, places = 1 + _shuffled(keys, pairs), 2 * _shuffled(places, pairs)
-        np.put_along_axis(rows, places, keys, axis=1)  # before what is then its value
-        values, order = np.take_along_axis(rows, places + 1, axis=1), _shuffled(order, pairs)
+        body = self.body
+        counts = (body, self.keys, body // 2, self.pairs)
+        body_draws, key_draws, position_draws, order_draws = self._draws(indices, *counts)
+        first_value = 1 + self.keys
+        offsets = body_draws % np.uint64(self.vocabulary - first_value)
+        rows[:, :body] = first_value + offsets.astype(np.int64)
+        keys = 1 + _shuffled(key_draws, self.pairs)
+        positions = 2 * _shuffled(position_draws, self.pairs)
+        np.put_along_axis(rows, positions, keys, axis=1)  # before what is then its value
+        values = np.take_along_axis(rows, positions + 1, axis=1)
+        order = _shuffled(order_draws, self.pairs)
         rows[:, body::2] = np.take_along_axis(keys, order, axis=1)
         rows[:, body + 1 :: 2] = np.take_along_axis(values, order, axis=1)
 
     def _draws(self, indices: np.ndarray, *counts: int) -> list[np.ndarray]:
         """Arrays of random 64-bit numbers, (batch, count) for each of `counts`."""
-        places = np.arange(1, sum(counts) + 1, dtype=np.uint64) * STEP
-        drawn = mixed(mixed(indices ^ self.seed)[:, None] + places)
-        return np.split(drawn, np.cumsum(counts)[:-1], axis=1)
+        steps = np.arange(1, sum(counts) + 1, dtype=np.uint64) * STEP
+        draws = mixed(mixed(indices ^ self.seed)[:, None] + steps)
+        return np.split(draws, np.cumsum(counts)[:-1], axis=1)
 
 
-def _shuffled(drawn: np.ndarray, count: int) -> np.ndarray:
+def _shuffled(draws: np.ndarray, count: int) -> np.ndarray:
     """(batch, n) random numbers -> (batch, count) different integers below n."""
-    return np.argsort(drawn, axis=1, kind="stable")[:, :count]
+    return np.argsort(draws, axis=1, kind="stable")[:, :count]
 
 
 def open_task(
@@ -113,12 +120,20 @@ def open_task(
     those of the first samples, and tell whether a later version makes the same ones.
     """
     check(config)
-    splits, recorded = [TaskSamples(config, split, context) for split in SAMPLES], {}
-    for split, samples in zip(SAMPLES, splits, strict=True):
-        first = hashlib.sha256(b"".join(part.numpy() for part in samples.batch(range(HASHED))))
-        answers = len(samples) * int(samples.answers.sum())
-        recorded[split] = {"documents": len(samples), "bytes": 0, "words": 0, "tokens": answers}
-        recorded[split] |= {"tokens_sha256": first.hexdigest(), "documents_sha256": ""}
+    splits = {split: TaskSamples(config, split, context) for split in SAMPLES}
+    recorded = {}
+    for split, samples in splits.items():
+        digest = hashlib.sha256()
+        for tensor in samples.batch(range(HASHED)):
+            digest.update(tensor.numpy())
+        recorded[split] = {
+            "documents": len(samples),
+            "bytes": 0,
+            "words": 0,
+            "tokens": len(samples) * int(samples.answers.sum()),
+            "tokens_sha256": digest.hexdigest(),
+            "documents_sha256": "",
+        }
     words = {END_OF_TEXT: 0} | {str(number): number for number in range(1, config.vocab_size)}
     backend = Tokenizer(models.WordLevel(words))  # token 17 is the word 17
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -132,4 +147,4 @@ def open_task(
         "settings": {name: getattr(config, name) for name in ("source", "vocab_size", "pairs")},
         "splits": recorded,
     }
-    return Manifest.of(manifest), splits, tokenizer
+    return Manifest.of(manifest), [*splits.values()], tokenizer

@@ -31,7 +31,7 @@ DISTINCT_WORD = re.compile(r"[A-Za-z]+|[^\sA-Za-z]+")  # about the trainer's
 # another ASCII character. \x1c-\x1f are white space to Python, but not to that pattern.
 WORD = re.compile(r" ?[A-Za-z]++(?![^\x00-@\[-`{-\x7f])|\s*[\S\x1c-\x1f]+|\s+")
 GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-KEPT_BYTES = 50_000_000  # of words and their tokens; those of 30 MB of English take half as much
+CACHE_BYTES = 50_000_000  # of words and their tokens; those of 30 MB of English take half as much
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
@@ -55,16 +55,22 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     fast one, or has code of its own, which is never run.
     """
     name = str(as_path(name))
-    options = {"trust_remote_code": False, "local_files_only": Path(name).is_dir()}
+    is_local = Path(name).is_dir()
     try:
-        if own_code := get_tokenizer_config(name, **options).get("auto_map"):
+        config = get_tokenizer_config(name, local_files_only=is_local)
+        if own_code := config.get("auto_map"):
             raise ValueError(f"it has code of its own, {own_code!s:.60}, which is never run")
-        found = cached_file(
-            name, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **options
+        file = cached_file(
+            name,
+            "tokenizer.json",
+            _raise_exceptions_for_missing_entries=False,
+            local_files_only=is_local,
         )
         # AutoTokenizer would put parts of a class that it knows in place of the file's.
-        kind = PreTrainedTokenizerFast if found else AutoTokenizer
-        tokenizer = kind.from_pretrained(name, **options)
+        tokenizer_class = PreTrainedTokenizerFast if file else AutoTokenizer
+        tokenizer = tokenizer_class.from_pretrained(
+            name, local_files_only=is_local, trust_remote_code=False
+        )
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ValueError("it has no fast version")
     # Transformers, the hub client and the network each raise their own kinds.
@@ -76,23 +82,29 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
         ) from error
     if tokenizer.eos_token is None:
         with suppress(Exception):  # of an old one, such as GPT-2's, transformers knows it
-            known = AutoTokenizer.from_pretrained(name, **options).eos_token
-            tokenizer.eos_token = known if known in tokenizer.get_vocab() else None
+            known_tokenizer = AutoTokenizer.from_pretrained(
+                name, local_files_only=is_local, trust_remote_code=False
+            )
+            if known_tokenizer.eos_token in tokenizer.get_vocab():
+                tokenizer.eos_token = known_tokenizer.eos_token
     return tokenizer
 
 
 def training_sample(texts: Iterable[str]) -> Iterator[str]:
     """The beginning of the texts in short pieces: enough for any vocabulary, and for any memory."""
-    read, distinct, size = 0, set(), 0  # size: what the distinct words take
+    sample_bytes = 0
+    distinct_words: set[str] = set()
+    distinct_bytes = 0
     for text in texts:
-        if read >= SAMPLE_BYTES:
+        if sample_bytes >= SAMPLE_BYTES:
             return
         for _, piece in pieces(text, TRAINING_PIECE):
-            read += len(piece.encode())
-            new = set(DISTINCT_WORD.findall(piece)) - distinct
-            distinct |= new
-            size += sum(len(word.encode()) + 8 for word in new)  # 8: each costs some itself
-            if size > DISTINCT_BYTES:
+            sample_bytes += len(piece.encode())
+            new_words = set(DISTINCT_WORD.findall(piece)) - distinct_words
+            distinct_words |= new_words
+            # Each word costs about 8 bytes itself.
+            distinct_bytes += sum(len(word.encode()) + 8 for word in new_words)
+            if distinct_bytes > DISTINCT_BYTES:
                 return
             yield piece
 
@@ -124,7 +136,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def pieces(text: str, most: int = PIECE) -> Iterator[tuple[int, str]]:
     """`text` in pieces of at most `most` characters, cut after a line where there is one, each with
-    the place where it starts.
+    the position where it starts.
     """
     start = 0
     while len(text) - start > most:
@@ -134,54 +146,60 @@ def pieces(text: str, most: int = PIECE) -> Iterator[tuple[int, str]]:
     yield start, text[start:]
 
 
-def text_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], np.ndarray]:
+def text_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[..., np.ndarray]:
     """A function from a text to its token ids, (tokens,) uint32: those by which every command
-    reads text, for training, evaluation, pairs and prompts alike.
+    reads text, for training, evaluation, pairs and prompts alike. Its second argument, `is_later`,
+    says that the text is one of the `pieces` of another, and not the first: a tokenizer that puts a
+    space before each text puts none there.
 
     Nothing is truncated, padded or added, no BOS and no EOS: only the preparation of data puts an
     EOS behind each text. Text that spells a special token, such as a literal `<|endoftext|>`, is
     tokenized as the text it is.
     """
-    encode = piece_encoder(tokenizer)
-
-    def encode_text(text: str) -> np.ndarray:
-        return np.concatenate([encode(piece, start > 0) for start, piece in pieces(text)])
-
-    return encode_text
-
-
-def piece_encoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[str, bool], np.ndarray]:
-    """`text_encoder` for one of a text's `pieces`. The second argument says that others are before
-    it: a tokenizer that puts a space before each text puts none there.
-    """
     specification = json.loads(tokenizer.backend_tokenizer.to_str())
-    steps = ("normalizer", "pre_tokenizer")
-    changed = specification | {step: _without_prefix(specification[step]) for step in steps}
-    first = later = _encoder(specification)
-    if changed != specification:
-        later, decode = _encoder(changed), tokenizer.backend_tokenizer.decode
+    without_prefix = specification | {
+        step: _without_prefix(specification[step]) for step in ("normalizer", "pre_tokenizer")
+    }
+    encode_first = encode_later = _encoder(specification)
+    if without_prefix != specification:
+        encode_later = _encoder(without_prefix)
+        decode = tokenizer.backend_tokenizer.decode
         # Of some tokenizers the prefix is what is left of the white space before each word.
         with suppress(UserError):  # it has no such letters
-            whole, parts = first("a b\na b"), (first("a b\n"), later("a b"))
-            if decode(whole.tolist()) != decode(np.concatenate(parts).tolist()):
-                later = first
-    return lambda text, is_later: (later if is_later else first)(text)
+            in_one = encode_first("a b\na b")
+            in_two = np.concatenate([encode_first("a b\n"), encode_later("a b")])
+            if decode(in_one.tolist()) != decode(in_two.tolist()):
+                encode_later = encode_first
+
+    def encode_text(text: str, is_later: bool = False) -> np.ndarray:
+        return np.concatenate(
+            [
+                encode_later(piece) if is_later or start else encode_first(piece)
+                for start, piece in pieces(text)
+            ]
+        )
+
+    return encode_text
 
 
 def _without_prefix(step: Any) -> Any:
     """A normalizer or pre-tokenizer of a tokenizer.json that puts no space before a text."""
     if isinstance(step, list):
-        return [_without_prefix(each) for each in step if each.get("type") != "Prepend"]
+        return [_without_prefix(item) for item in step if item.get("type") != "Prepend"]
     if not isinstance(step, dict) or step.get("type") == "Prepend":
         return None
-    own = {"prepend_scheme": "never", "add_prefix_space": False}
-    own |= {name: _without_prefix(step.get(name)) for name in ("normalizers", "pretokenizers")}
-    return step | {name: own[name] for name in own if name in step}
+    changes = {
+        "prepend_scheme": "never",
+        "add_prefix_space": False,
+        "normalizers": _without_prefix(step.get("normalizers")),
+        "pretokenizers": _without_prefix(step.get("pretokenizers")),
+    }
+    return step | {name: value for name, value in changes.items() if name in step}
 
 
 def _encoder(specification: dict) -> Callable[[str], np.ndarray]:
-    """A function from a text to its token ids. The tokens of the words seen so far are kept: on one
-    core a BPE like GPT-2's is 1.6 (technical prose) to 5 times (few words) as fast for it.
+    """A function from a text to its token ids. The tokens of the words seen so far are cached: on
+    one core a BPE like GPT-2's is 1.6 (technical prose) to 5 times (few words) as fast for it.
     """
     backend = Tokenizer.from_str(json.dumps(specification))
     backend.no_truncation()
@@ -200,19 +218,20 @@ def _encoder(specification: dict) -> Callable[[str], np.ndarray]:
 
     if not _cuts_words_as_gpt2(specification):
         return lambda text: encode([text])[0]
-    kept: dict[str, bytes] = {}
-    size = 0
+    cache: dict[str, bytes] = {}  # the token ids of words
+    cache_bytes = 0
 
     def encode_words(text: str) -> np.ndarray:
-        nonlocal size
+        nonlocal cache_bytes
         words = WORD.findall(text)
-        new = [word for word in {*words} if word not in kept]
-        kept.update(zip(new, (ids.tobytes() for ids in encode(new)), strict=True))
-        tokens = b"".join(map(kept.__getitem__, words))
-        size += sum(200 + 8 * len(word) for word in new)  # about what Python takes for them
-        if size > KEPT_BYTES:
-            kept.clear()
-            size = 0
+        new_words = [word for word in {*words} if word not in cache]
+        for word, ids in zip(new_words, encode(new_words), strict=True):
+            cache[word] = ids.tobytes()
+        tokens = b"".join(map(cache.__getitem__, words))
+        cache_bytes += sum(200 + 8 * len(word) for word in new_words)  # about what Python takes
+        if cache_bytes > CACHE_BYTES:
+            cache.clear()
+            cache_bytes = 0
         return np.frombuffer(tokens, np.uint32)
 
     return encode_words
@@ -222,10 +241,13 @@ def _cuts_words_as_gpt2(specification: dict) -> bool:
     """Whether `WORD` holds: a BPE without (random) dropout, of raw text that GPT-2's pattern cuts,
     without added tokens, which may hold white space.
     """
-    model, cut = specification["model"], specification["pre_tokenizer"] or {}
+    model = specification["model"]
+    pre_tokenizer = specification["pre_tokenizer"] or {}
     return (
-        (model["type"], model.get("dropout"), specification["normalizer"]) == ("BPE", None, None)
-        and GPT2_PATTERN.items() <= cut.items()
+        model["type"] == "BPE"
+        and model.get("dropout") is None
+        and specification["normalizer"] is None
+        and GPT2_PATTERN.items() <= pre_tokenizer.items()
         and all(token["special"] for token in specification["added_tokens"])
     )
 
@@ -249,26 +271,29 @@ class TextBytes:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: Iterable[np.ndarray] = (), size: int = 0
     ):
-        self.sizes, self.added = token_bytes(tokenizer), 0.0
+        self.token_bytes = token_bytes(tokenizer)
         self.eos = -1 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        found, starts = 0, 0
+        self.added = 0.0  # bytes by which the tokens of a text exceed it
+        decoded_bytes = 0
+        starts = 0
         for tokens in texts:
             for start in range(0, len(tokens), PIECE):
-                part = tokens[start : start + PIECE].astype(np.int64)
-                before = np.insert(part[:-1], 0, tokens[start - 1] if start else self.eos)
-                found += int(self.sizes[part].sum())
-                starts += self._starts(before, part)
+                chunk = tokens[start : start + PIECE].astype(np.int64)
+                before = np.insert(chunk[:-1], 0, tokens[start - 1] if start else self.eos)
+                decoded_bytes += int(self.token_bytes[chunk].sum())
+                starts += self._starts(before, chunk)
         if starts:
-            self.added = (found - size) / starts
+            self.added = (decoded_bytes - size) / starts
 
     def _starts(self, before: np.ndarray, tokens: np.ndarray) -> int:
+        """How many of the tokens are the first of a text, from the one `before` each."""
         return np.count_nonzero((before == self.eos) & (tokens != self.eos))
 
     def count(self, tokens: np.ndarray, before: np.ndarray | None = None) -> float:
         """Of tokens (tokens,), from the one `before` each; by default an EOS is the first one's."""
         if before is None:
             before = np.insert(tokens[:-1].astype(np.int64), 0, self.eos)
-        return float(self.sizes[tokens].sum() - self.added * self._starts(before, tokens))
+        return float(self.token_bytes[tokens].sum() - self.added * self._starts(before, tokens))
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
@@ -277,17 +302,18 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """
     backend = tokenizer.backend_tokenizer
     decode = backend.decoder.decode if backend.decoder else " ".join
-    special = backend.get_added_tokens_decoder().values()
-    no_text = {token.content for token in special if token.special}
+    added_tokens = backend.get_added_tokens_decoder().values()
+    no_text = {token.content for token in added_tokens if token.special}
     no_text.add(getattr(backend.model, "unk_token", None))
     # Between others: decoders treat the first and the last token in their own ways.
-    around, sizes = len(decode(["a", "a"])), np.zeros(vocabulary_size(tokenizer), np.int64)
-    for token, number in backend.get_vocab().items():
+    bytes_around = len(decode(["a", "a"]))
+    sizes = np.zeros(vocabulary_size(tokenizer), np.int64)
+    for token, token_id in backend.get_vocab().items():
         text = decode(["a", token, "a"])
         if "\ufffd" in text:  # part of a character: <0xE6>, or a symbol for each byte
-            sizes[number] = 1 if token.startswith("<0x") else len(token)
+            sizes[token_id] = 1 if token.startswith("<0x") else len(token)
         elif token not in no_text:
-            sizes[number] = len(text.encode()) - around
+            sizes[token_id] = len(text.encode()) - bytes_around
     return sizes
 
 
@@ -295,18 +321,21 @@ def loss_of_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> st
     """What a tokenizer loses of the first texts, in words: the characters that are missing in what
     its tokens decode to. Empty if nothing.
     """
-    encode, decode = text_encoder(tokenizer), tokenizer.backend_tokenizer.decode
-    lost, read = Counter(), 0
+    encode = text_encoder(tokenizer)
+    decode = tokenizer.backend_tokenizer.decode
+    lost = Counter()
+    characters = 0
     for text in texts:
-        text = text[: PIECE - read]
+        text = text[: PIECE - characters]
         lost += Counter(text) - Counter(decode(encode(text).tolist()))
-        read += len(text)
-        if read == PIECE:
+        characters += len(text)
+        if characters == PIECE:
             break
     if not lost:
         return ""
+    share = lost.total() / characters
     most = ", ".join(repr(character) for character, _ in lost.most_common(3))
     return (
-        f"the tokenizer loses {lost.total() / read:.2%} of the characters of a sample ({most}...): "
+        f"the tokenizer loses {share:.2%} of the characters of a sample ({most}...): "
         "bits per byte of the text look too low"
     )

@@ -27,7 +27,7 @@ from mixer.data.config import DataConfig
 from mixer.data.samples import PairFile
 from mixer.distributed.world import leave_with_error
 from mixer.evaluation import scoring, texts
-from mixer.evaluation.scoring import Place, TokenScores
+from mixer.evaluation.scoring import Process, TokenScores
 from mixer.evaluation.texts import EvalOptions, Text
 from mixer.models.retrieval import CANDIDATES
 from mixer.reporting.figure import can_draw, plot_loss_by_position
@@ -91,13 +91,21 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
 
 def default_directory(evaluations: list[EvalOptions]) -> Path:
     """Beside the first checkpoint, with a name of its own for all options that change numbers."""
-    first, others = evaluations[0], [options.checkpoint for options in evaluations[1:]]
-    changed = {name: value for name, value in vars(first).items() if name not in UNCHANGING}
-    asked = [item for item in changed.items() if item[1] != getattr(EvalOptions, item[0])]
+    first = evaluations[0]
+    changed = [
+        (name, value)
+        for name, value in vars(first).items()
+        if name not in UNCHANGING and value != getattr(EvalOptions, name)
+    ]
+    changed += [options.checkpoint for options in evaluations[1:]]
     paths = filter(None, [*first.text, first.data, first.pairs])
-    about = " ".join(as_path(path).resolve().name for path in paths) or first.hub
-    what, own = "retrieval" if first.pairs else "eval", [*asked, *others]
-    return directory_for(as_path(first.checkpoint), what, about, repr(own) if own else "")
+    subject = " ".join(as_path(path).resolve().name for path in paths) or first.hub
+    return directory_for(
+        as_path(first.checkpoint),
+        prefix="retrieval" if first.pairs else "eval",
+        subject=subject,
+        options=repr(changed) if changed else "",
+    )
 
 
 def check_options(options: EvalOptions) -> None:
@@ -106,16 +114,19 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = as_path(options.checkpoint)
     check_checkpoint(directory)
-    default = "a task" if isinstance(source := options.source, DataConfig) else "data"
-    kind = next((kind for kind in ("text", "hub", "pairs") if getattr(options, kind)), default)
+    source = options.source
+    scored = next((name for name in ("text", "hub", "pairs") if getattr(options, name)), "data")
+    if scored == "data" and isinstance(source, DataConfig):
+        scored = "a task"
     for name, readers in texts.READ_BY.items():
-        if kind not in readers and getattr(options, name) != getattr(EvalOptions, name):
-            unread = f"--{name.replace('_', '-')} is given, which scoring {kind} does not read"
+        if scored not in readers and getattr(options, name) != getattr(EvalOptions, name):
+            unread = f"--{name.replace('_', '-')} is given, which scoring {scored} does not read"
             raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
-    if kind == "data" and not options.data and not (source and as_path(source).is_dir()):
-        said = f"was trained on {source}, which is not in {Path.cwd()}" if source else ""
-        said = said or "does not say what data it was trained on"
-        raise UserError(f"{directory} {said}: give --data DIR, --text FILE... or --hub NAME")
+    if scored == "data" and not options.data and not (source and as_path(source).is_dir()):
+        problem = "does not say what data it was trained on"
+        if source:
+            problem = f"was trained on {source}, which is not in {Path.cwd()}"
+        raise UserError(f"{directory} {problem}: give --data DIR, --text FILE... or --hub NAME")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
@@ -124,8 +135,8 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
     window = options.window or context or 0
     stride = options.stride or window
     if not 0 < stride <= window:
-        said = f"the window of {options.checkpoint} is {window}, the stride {stride}"
-        raise UserError(f"{said}: give --window N, and --stride 1..window")
+        problem = f"the window of {options.checkpoint} is {window}, the stride {stride}"
+        raise UserError(f"{problem}: give --window N, and --stride 1..window")
     scoring.check_length(window, model, options.checkpoint, f"--window is {window}")
     return window, stride
 
@@ -136,29 +147,37 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     be used, a model that is not causal, a loss that is not finite, and too little memory.
     """
     check_options(options)
-    place = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
+    process = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
+    is_half = options.dtype != "fp32"
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"
-    is_half = options.dtype != "fp32"
-    lower = [*["a smaller --batch-size"] * (options.batch_size > 1), "a smaller --window"]
-    lower += [] if is_half else ["--dtype bf16"]
-    how = {"dtype": TYPES[options.dtype] if is_half else None, "enabled": is_half}
-    remedy = f"Give {' or '.join(lower)}"
-    with memory_for(place[0], f"evaluating {options.checkpoint}", sizes, remedy):
-        # Each weight is used once in a forward pass: copies of all would only take memory.
-        with torch.autocast(place[0].type, cache_enabled=False, **how):
-            return _evaluate(options, place)
+    remedies = ["a smaller --batch-size"] if options.batch_size > 1 else []
+    remedies.append("a smaller --window")
+    if not is_half:
+        remedies.append("--dtype bf16")
+    remedy = f"Give {' or '.join(remedies)}"
+    # Each weight is used once in a forward pass: copies of all would only take memory.
+    autocast = torch.autocast(
+        process.device.type,
+        dtype=TYPES[options.dtype] if is_half else None,
+        enabled=is_half,
+        cache_enabled=False,
+    )
+    with memory_for(process.device, f"evaluating {options.checkpoint}", sizes, remedy), autocast:
+        return _evaluate(options, process)
 
 
-def _evaluate(options: EvalOptions, place: Place) -> dict:
-    directory, (device, _, processes) = as_path(options.checkpoint), place
+def _evaluate(options: EvalOptions, process: Process) -> dict:
+    directory = as_path(options.checkpoint)
+    device = process.device
     model, tokenizer = load_checkpoint(directory, device, options.backend)
-    found = describe_model(directory, model, tokenizer)
+    result = describe_model(directory, model, tokenizer)
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    found |= {
+    processes = process.world_size
+    result |= {
         "window": window,
         "stride": stride,
         "first_token": texts.FIRST_TOKEN[options.first_token],
@@ -172,26 +191,27 @@ def _evaluate(options: EvalOptions, place: Place) -> dict:
         directory = as_path(options.pairs)
         texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(directory, "validation", window)
-        shares = scoring.find_partners(model, pairs, size, place)
-        return found | {"data": options.pairs, "tokens": window} | shares
+        shares = scoring.find_partners(model, pairs, size, process)
+        return result | {"data": options.pairs, "tokens": window} | shares
     text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
-    batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
     if task := text.task:
-        ends = range(size, len(task) + size, size)
-        batches = (task.batch(range(end - size, min(end, len(task)))) for end in ends)
+        starts = range(0, len(task), size)
+        batches = (task.batch(range(start, min(start + size, len(task)))) for start in starts)
+    else:
+        batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of an earlier checkpoint
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
-    scores = scoring.evaluate_batches(model, batches, window, place)
-    found["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
-    found["peak_memory_gb"] = peak_memory_gb(device)
+    scores = scoring.evaluate_batches(model, batches, window, process)
+    result["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
+    result["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):
         remedy = "use --dtype fp32; if it persists, the checkpoint diverged"
         raise UserError(f"the loss is {scores.nats} in {options.dtype}: {remedy}")
-    return found | numbers(scores, text, found["context"] or window)
+    return result | numbers(scores, text, result["context"] or window)
 
 
 def describe_model(
@@ -199,9 +219,9 @@ def describe_model(
 ) -> dict:
     """The result's entries about the model; the tokenizer's hash tells tokenizers apart."""
     specification = tokenizer.backend_tokenizer.to_str().encode()
-    place = as_path(directory.resolve())
+    resolved = as_path(directory.resolve())
     return {
-        "label": f"{place.parent.name}/{place.name}",
+        "label": f"{resolved.parent.name}/{resolved.name}",
         "checkpoint": str(directory),
         "step": read_trainer(directory).get("step"),
         "architecture": model.config.model_type,
@@ -217,7 +237,7 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     windows are longer than the trained `context`, it has the loss in its second half and past it:
     the first tokens, with little to go by, would raise the former.
     """
-    found = {
+    result = {
         "text": text.name,
         "bytes": text.bytes,
         "words": text.words,
@@ -234,16 +254,19 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     sizes = {"token": scores.tokens}
     if not text.task:
         sizes |= {"word": max(text.words, 1), "byte": text.bytes}
-        found["bits_per_byte"] = scores.nats / math.log(2) / text.bytes
+        result["bits_per_byte"] = scores.nats / math.log(2) / text.bytes
     for unit, size in sizes.items():  # of words, that of an untrained model can exceed fp64
         nats = scores.nats / size
-        found[f"{unit}_perplexity"] = math.exp(nats) if nats < 709 else None
-    half = slice(context // 2, context)
-    parts = {"loss_second_half": half, "loss_past_context": slice(context, None)}
-    for name, part in parts.items() if context < len(scores.nats_by_position) else ():
-        if count := scores.count_by_position[part].sum():
-            found[name] = scores.nats_by_position[part].sum() / count
-    return found
+        result[f"{unit}_perplexity"] = math.exp(nats) if nats < 709 else None
+    if context < len(scores.nats_by_position):
+        ranges = {
+            "loss_second_half": slice(context // 2, context),
+            "loss_past_context": slice(context, None),
+        }
+        for name, chosen in ranges.items():
+            if count := scores.count_by_position[chosen].sum():
+                result[name] = scores.nats_by_position[chosen].sum() / count
+    return result
 
 
 def evaluation_report(results: list[dict]) -> str:
@@ -256,32 +279,39 @@ def evaluation_report(results: list[dict]) -> str:
     rows = table(cells)
     if "pairs" in results[0]:
         return rows
-    found: dict[str, list[str]] = {}  # each note, and the checkpoints that it holds for
+    labels_of_notes: dict[str, list[str]] = {}  # the checkpoints that each note holds for
     for result in results:
         for note in conventions(result):
-            found.setdefault(note, []).append(result["label"])
+            labels_of_notes.setdefault(note, []).append(result["label"])
+    lines = [rows, ""]
+    for note, labels in labels_of_notes.items():
+        suffix = "" if len(labels) == len(results) else f" ({', '.join(labels)})"
+        lines.append(wrapped(note + suffix, "- ", "  "))
     if len({result["tokenizer_sha256"] for result in results}) > 1:
-        note = "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
-        found[note + "not those per token."] = results
-    notes = [rows, ""]
-    for note, holds in found.items():
-        of = "" if len(holds) == len(results) else f" ({', '.join(holds)})"
-        notes.append(wrapped(note + of, "- ", "  "))
-    return "\n".join(notes)
+        note = (
+            "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
+            "not those per token."
+        )
+        lines.append(wrapped(note, "- ", "  "))
+    return "\n".join(lines)
 
 
-def conventions(r: dict) -> list[str]:
+def conventions(result: dict) -> list[str]:
     """What a reader must know of a result to compare its numbers."""
-    sizes = f"{r['bytes']:,} bytes and {r['words']:,} words (UTF-8, split at white space)"
-    about = filter(None, [r["text"], "bits_per_byte" in r and sizes, r["tokenizer_loses"]])
-    size = f"{r['parameters']:,} parameters, vocabulary {r['vocabulary']:,}"
-    windows = f"at most {r['window']:,} tokens, stride {r['stride']:,}"
+    text = [result["text"]]
+    if "bits_per_byte" in result:
+        words = f"{result['words']:,} words (UTF-8, split at white space)"
+        text.append(f"{result['bytes']:,} bytes and {words}")
+    if result["tokenizer_loses"]:
+        text.append(result["tokenizer_loses"])
+    size = f"{result['parameters']:,} parameters, vocabulary {result['vocabulary']:,}"
+    windows = f"at most {result['window']:,} tokens, stride {result['stride']:,}"
     return [
-        f"text: {'; '.join(about)}",
-        f"model: {r['architecture']}, {size}",
-        f"streams: {r['streams']:,}, first token of each {r['first_token']}",
-        f"windows: {windows}, the last of a stream {r['last_window']}",
-        f"computed: backend {r['backend']}, {r['dtype']}, {r['device']}",
+        f"text: {'; '.join(text)}",
+        f"model: {result['architecture']}, {size}",
+        f"streams: {result['streams']:,}, first token of each {result['first_token']}",
+        f"windows: {windows}, the last of a stream {result['last_window']}",
+        f"computed: backend {result['backend']}, {result['dtype']}, {result['device']}",
     ]
 
 
@@ -291,7 +321,8 @@ def write_evaluation(results: list[dict], directory: Path) -> None:
     picture = "\n![Loss by position](loss_by_position.png)\n" if is_drawn else ""
     text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:
-        (stage / "report.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        as_json = json.dumps(results, indent=2) + "\n"
+        (stage / "report.json").write_text(as_json, encoding="utf-8")
         (stage / "report.md").write_text(text, encoding="utf-8")
         if is_drawn:
             plot_loss_by_position(results, stage / "loss_by_position.png")

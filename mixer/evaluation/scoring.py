@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,14 @@ from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
 DEVICES = ("auto", "cpu", "cuda")
 # Of a causal model's logits, as a share of the largest one: matmuls may sum in another order.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
-Place = tuple[torch.device, int, int]  # this process's device, its number, and how many there are
+
+
+class Process(NamedTuple):
+    """This process of its launch, with its device."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,11 @@ class TokenScores:
 
     def by_position(self, sums: np.ndarray) -> list[float | None]:
         """Means of one of the sums; None where no target was scored."""
-        each = zip(sums.tolist(), self.count_by_position.tolist(), strict=True)
-        return [total / count if count else None for total, count in each]
+        counts = self.count_by_position.tolist()
+        return [
+            total / count if count else None
+            for total, count in zip(sums.tolist(), counts, strict=True)
+        ]
 
 
 def choose_device(name: str, dtype: str) -> torch.device:
@@ -65,12 +76,12 @@ def choose_device(name: str, dtype: str) -> torch.device:
     return device
 
 
-def join_processes(device: torch.device) -> Place:
-    """This process's place in its launch (`accelerate launch`, torchrun), if there is one."""
+def join_processes(device: torch.device) -> Process:
+    """Joins this process's launch (`accelerate launch`, torchrun), if there is one."""
     if not is_launched() or os.environ["WORLD_SIZE"] == "1":
-        return device, 0, 1
+        return Process(device)
     state = PartialState(cpu=device.type == "cpu")
-    return state.device, state.process_index, state.num_processes
+    return Process(state.device, state.process_index, state.num_processes)
 
 
 def context_of(model: PreTrainedModel) -> int | None:
@@ -81,11 +92,13 @@ def context_of(model: PreTrainedModel) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, given: str) -> None:
-    """Raises UserError, which begins with what was `given`, if a model reads fewer tokens."""
+def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, request: str) -> None:
+    """Raises UserError if a model reads fewer tokens. Its message begins with the `request`, such
+    as "--window is 512".
+    """
     context = context_of(model) or tokens
     if tokens > getattr(model.config, "longest_text", context):
-        problem = f"{given}, but the context of {checkpoint} is {context}: ask for fewer tokens"
+        problem = f"{request}, but the context of {checkpoint} is {context}: ask for fewer tokens"
         if hasattr(model.config, "mixing_weight"):
             problem += ", or convert to weights by lag, which changes a model with full weights: "
             problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"
@@ -102,19 +115,21 @@ def window_batches(
     def windows() -> Iterator[tuple[Tensor, int]]:
         """The tokens of a window with its last target, and the first position that counts."""
         for tokens in streams:
-            scored, targets = 0, len(tokens) - 1
+            targets = len(tokens) - 1
+            scored = 0
             for begin in range(0, targets, stride):
                 end = min(begin + context, targets)
                 start = max(0, end - context) if last_window == "full" else begin
                 if scored < end:
-                    yield torch.from_numpy(tokens[start : end + 1].astype(np.int64)), scored - start
+                    window = tokens[start : end + 1].astype(np.int64)
+                    yield torch.from_numpy(window), scored - start
                     scored = end
 
-    left = windows()
-    while batch := list(itertools.islice(left, size)):
-        inputs = pad_sequence([tokens[:-1] for tokens, _ in batch], batch_first=True)
-        following = [tokens[1:] for tokens, _ in batch]
-        targets = pad_sequence(following, batch_first=True, padding_value=-100)
+    remaining = windows()
+    while batch := list(itertools.islice(remaining, size)):
+        inputs = pad_sequence([window[:-1] for window, _ in batch], batch_first=True)
+        targets = [window[1:] for window, _ in batch]
+        targets = pad_sequence(targets, batch_first=True, padding_value=-100)
         first = torch.tensor([first for _, first in batch])[:, None]
         yield inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
@@ -129,25 +144,26 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate_batches(
-    model: nn.Module, batches: Iterable[Batch], context: int, place: Place
+    model: nn.Module, batches: Iterable[Batch], context: int, process: Process
 ) -> TokenScores:
     """Scores the targets of batches (batch, tokens <= context), except those that are -100.
 
-    model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `place`. The
+    model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `process`. The
     processes share the batches, and each returns the scores of all.
     """
-    device, index, processes = place
+    device, rank, world_size = process
     sums = torch.zeros(3, context, dtype=torch.float64, device=device)  # nats, count, right
     model.eval()
-    for inputs, targets in itertools.islice(batches, index, None, processes):
-        inputs, targets = inputs.to(device), targets.to(device)
-        logits, tokens = logits_of(model, inputs), targets.shape[1]
+    for inputs, targets in itertools.islice(batches, rank, None, world_size):
+        logits = logits_of(model, inputs.to(device))
+        targets = targets.to(device)
+        tokens = targets.shape[1]
         # -log p of each target in nats; zero where it is not counted
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         sums[0, :tokens] += nats.view_as(targets).double().sum(0)
         sums[1, :tokens] += (targets != -100).sum(0)
         sums[2, :tokens] += (logits.argmax(-1) == targets).sum(0)
-    if processes > 1:
+    if world_size > 1:
         torch.distributed.all_reduce(sums)
     nats, counts, right = sums.cpu().numpy()
     return TokenScores(nats, counts.astype(np.int64), right.astype(np.int64))
@@ -161,9 +177,11 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     """
     inputs = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
     # Odd where possible, to find blocks of two tokens that see each other.
-    first, changed = len(tokens) // 4 * 2 + 1, inputs.clone()
+    first = len(tokens) // 4 * 2 + 1
+    changed = inputs.clone()
     changed[:, first:] = (changed[:, first:] + 1) % model.config.get_text_config().vocab_size
-    before, after = (logits_of(model, each)[:, :first] for each in (inputs, changed))
+    before = logits_of(model, inputs)[:, :first]
+    after = logits_of(model, changed)[:, :first]
     moved = (after - before).abs().max().item()
     if moved > TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(
@@ -172,15 +190,17 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
         )
 
 
-def find_partners(model: PreTrainedModel, pairs: PairFile, batch_size: int, place: Place) -> dict:
+def find_partners(
+    model: PreTrainedModel, pairs: PairFile, batch_size: int, process: Process
+) -> dict:
     """The number of pairs and their `top1`. The processes share the pairs."""
 
     def embed(*sides: Tensor) -> Tensor:
         return torch.stack([text_vectors(model, texts) for texts in sides])
 
     count = min(len(pairs), MOST_PAIRS)
-    vectors, keys = pair_vectors(embed, pairs, count, batch_size, place)
-    if place[2] > 1:
+    vectors, keys = pair_vectors(embed, pairs, count, batch_size, process)
+    if process.world_size > 1:
         torch.distributed.all_reduce(vectors)
         torch.distributed.all_reduce(keys)
     if not vectors.isfinite().all():

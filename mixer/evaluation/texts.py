@@ -7,7 +7,7 @@ Packed prepared data is one stream with an EOS after each document.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,9 @@ from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.common.hardware import TYPES
 from mixer.common.options import option, option_problems
-from mixer.data.config import TASKS, DataConfig
+from mixer.data.config import TASKS, DataConfig, from_values
 from mixer.data.samples import TokenFile
-from mixer.data.sources import SUFFIXES, Part, documents, local_files, source_parts
+from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
 from mixer.evaluation.scoring import DEVICES
@@ -67,8 +67,7 @@ class EvalOptions:
         is_task = data.get("source") in TASKS and not self.data
         if not is_task:
             return self.data or trainer.get("data_directory")
-        known = {item.name for item in fields(DataConfig)}  # another version may have more
-        task = DataConfig(**{name: data[name] for name in data if name in known})
+        task = from_values(DataConfig, data)
         if problems := option_problems(task, "data."):
             raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
         return task
@@ -105,38 +104,54 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         text.streams = [np.insert(tokens, 0, tokenizer.eos_token_id) for tokens in text.streams]
     if all(len(tokens) < 2 for tokens in text.streams):
         raise UserError(f"{text.name} is shorter than 2 tokens: give a longer text")
-    most, kept, count = options.max_tokens, [], 0
-    for tokens in text.streams:
-        if count < most:
-            kept.append(tokens[: most - count + 1])
-            count += len(kept[-1]) - 1
+    most = options.max_tokens
     if 0 < most < sum(len(tokens) - 1 for tokens in text.streams):
-        return shortened(text, kept, f"first {most:,} tokens", tokenizer)
+        return shortened(
+            text, first_targets(text.streams, most), f"first {most:,} tokens", tokenizer
+        )
     return text
+
+
+def first_targets(streams: list[np.ndarray], most: int) -> list[np.ndarray]:
+    """The beginnings of streams with `most` targets together."""
+    beginnings = []
+    for tokens in streams:
+        if most <= 0:
+            break
+        beginnings.append(tokens[: most + 1])
+        most -= len(beginnings[-1]) - 1
+    return beginnings
 
 
 def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The documents of files or of a hub dataset, as many as have max_tokens targets."""
-    field, blank = {"text_field": options.text_field}, options.first_token == "eos"
+    text_field = options.text_field
     if options.text:
         names = [as_path(path).name for path in options.text]
-        name = ", ".join(names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} others"])
-        sources = [DataConfig("text", path, **field) for path in options.text]
+        if len(names) > 3:
+            names = [*names[:2], f"{len(names) - 2} others"]
+        name = ", ".join(names)
+        sources = [DataConfig("text", path, text_field=text_field) for path in options.text]
     else:
         split = options.split
         if (as_path(options.hub) / "state.json").is_file():  # saved without splits
             if split != EvalOptions.split:
                 raise UserError(f"{options.hub} has no splits: leave out --split")
             split = ""
-        where = options.hub, options.subset, split
-        name, sources = " ".join(filter(None, where)), [DataConfig("hub", *where, **field)]
-    encode, sample, targets, text = text_encoder(tokenizer), [], 0, Text(name, [])
-    found = (documents(parts_of(source), source, blank) for source in sources)
-    for document in itertools.chain.from_iterable(found):
+        name = " ".join(filter(None, (options.hub, options.subset, split)))
+        sources = [DataConfig("hub", options.hub, options.subset, split, text_field=text_field)]
+    text = Text(name, [])
+    encode = text_encoder(tokenizer)
+    sample: list[str] = []
+    targets = 0
+    blank = options.first_token == "eos"
+    documents_of_sources = (documents(shards_of(source), source, blank) for source in sources)
+    for document in itertools.chain.from_iterable(documents_of_sources):
         text.streams.append(encode(document).astype(np.int64))
         text.bytes += len(document.encode())
         text.words += len(document.split())
-        sample += [document] if len(sample) < SAMPLE else []
+        if len(sample) < SAMPLE:
+            sample.append(document)
         targets += len(text.streams[-1]) - 1
         if targets > options.max_tokens > 0:
             break
@@ -144,14 +159,13 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
     return text
 
 
-def parts_of(source: DataConfig) -> Iterator[Part]:
+def shards_of(source: DataConfig) -> Iterator[Shard]:
     """A hub dataset, or files: .jsonl, .json and .parquet have rows, others are one document."""
     if source.source == "hub":
-        yield from source_parts(source)
+        yield from source_shards(source)
         return
     for file in local_files(source):
-        kinds = (kind for kind, ends in SUFFIXES.items() if file.name.lower().endswith(ends))
-        yield Part(replace(source, source=next(kinds, "text")), file)
+        yield Shard(replace(source, source=source_of_rows(file) or "text"), file)
 
 
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -162,22 +176,34 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
         raise UserError(f"{directory} {problem}: give data of its run, or --text")
     tokens = split.tokens
     streams = [tokens] if split.packed else np.split(tokens, split.document_ends()[:-1])
-    counts, name = split.manifest.splits["validation"], as_path(directory.resolve()).name
-    sizes = counts.bytes, counts.words, split.manifest.tokenizer_loses
-    text = Text(f"validation split of {name}", streams, *sizes)
+    text = Text(
+        name=f"validation split of {as_path(directory.resolve()).name}",
+        streams=streams,
+        bytes=split.counts.bytes,
+        words=split.counts.words,
+        loses=split.manifest.tokenizer_loses,
+    )
     if split.cut:
-        kept = [tokens[slice(*split.span(row))] for row in range(len(split))]
-        text = shortened(text, kept, f"at most {context:,} tokens of each document", tokenizer)
+        rows = [tokens[slice(*split.span(row))] for row in range(len(split))]
+        text = shortened(text, rows, f"at most {context:,} tokens of each document", tokenizer)
     return text
 
 
 def shortened(
-    text: Text, kept: list[np.ndarray], how: str, tokenizer: PreTrainedTokenizerFast
+    text: Text, streams: list[np.ndarray], extent: str, tokenizer: PreTrainedTokenizerFast
 ) -> Text:
-    """The text of the streams that are kept, and the size of what their tokens decode to."""
-    text_bytes, words = TextBytes(tokenizer, text.streams, text.bytes), 0
-    for tokens in kept:
+    """The text of `streams`, which are cut from its own, and the size of what their tokens decode
+    to. extent: of the cut, in words.
+    """
+    text_bytes = TextBytes(tokenizer, text.streams, text.bytes)
+    words = 0
+    for tokens in streams:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
-    size = round(sum(map(text_bytes.count, kept)))
-    return Text(f"{text.name} ({how})", kept, size, words, text.loses)
+    return Text(
+        name=f"{text.name} ({extent})",
+        streams=streams,
+        bytes=round(sum(map(text_bytes.count, streams))),
+        words=words,
+        loses=text.loses,
+    )

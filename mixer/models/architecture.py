@@ -39,8 +39,10 @@ class Transformer:
         """As MaskedMixerForCausalLM.flops_per_token; `token_mixing` is attention without its
         projections. A token attends to (tokens + 1) / 2 tokens on average.
         """
-        config, tokens = self.config, self.config.max_position_embeddings
-        linear = sum(2 * m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        config = self.config
+        tokens = config.max_position_embeddings
+        layers = [module for module in self.modules() if isinstance(module, nn.Linear)]
+        linear = sum(2 * layer.weight.numel() for layer in layers)
         # the scores, and the sum of the values
         mixing = config.num_hidden_layers * 2 * 2 * config.hidden_size * (tokens + 1) / 2
         return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}
@@ -64,13 +66,14 @@ MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
 
 def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:
     """The transformers configuration of a run's model, for a tokenizer's vocabulary."""
-    common = {"vocab_size": vocab_size, "eos_token_id": eos_token_id}
     if model.architecture == "masked_mixer":
         options = {item.name: getattr(model, item.name) for item in fields(MixerOptions)}
-        return MaskedMixerConfig(**common, **options)
+        return MaskedMixerConfig(vocab_size=vocab_size, eos_token_id=eos_token_id, **options)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)
     return TRANSFORMERS[model.architecture].config_class(
+        vocab_size=vocab_size,
+        eos_token_id=eos_token_id,
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
         max_position_embeddings=model.max_position_embeddings,
@@ -81,10 +84,9 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
         rms_norm_eps=model.layer_norm_eps,
         tie_word_embeddings=model.tie_word_embeddings,
         bos_token_id=None,
-        **common,
     )
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class of the model that `model_config` describes."""
-    return next(kind for kind in MODELS.values() if kind.config_class is type(config))
+    return next(model for model in MODELS.values() if model.config_class is type(config))

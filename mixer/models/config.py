@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mixer.common.options import option, option_problems
-from mixer.models.masked_mixer.model_options import SIZE, MixerOptions, shape_problems
+from mixer.models.masked_mixer.model_options import MixerOptions, shape_problems
 
 # By their names in config.json. The classes are in mixer/models/architecture.py.
 ARCHITECTURES = ("masked_mixer", "llama", "qwen3", "shifted_qwen3")
@@ -25,14 +25,21 @@ class ModelConfig(MixerOptions):
         choices=ARCHITECTURES,
     )
     num_attention_heads: int | None = option(
-        None, "attention heads of a transformer; null: heads of 64 channels", **SIZE
+        None,
+        "attention heads of a transformer; null: heads of 64 channels",
+        at_least=1,
+        at_most=2**16,
     )
 
 
 # Options that all architectures have. All others of MixerOptions are of masked mixers alone.
 SHARED = (
-    *("hidden_size", "num_hidden_layers", "max_position_embeddings", "intermediate_size"),
-    *("layer_norm_eps", "tie_word_embeddings"),
+    "hidden_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "intermediate_size",
+    "layer_norm_eps",
+    "tie_word_embeddings",
 )
 OF_MIXERS = tuple(item.name for item in fields(MixerOptions) if item.name not in SHARED)
 OF_TRANSFORMERS = ("num_attention_heads",)
@@ -42,7 +49,8 @@ def model_problems(model: ModelConfig) -> list[str]:
     """One line for each rule broken by options that are allowed alone, but not together."""
     if option_problems(model):  # the rules below need options that are allowed by themselves
         return []
-    is_mixer, heads = model.architecture == "masked_mixer", attention_heads(model)
+    is_mixer = model.architecture == "masked_mixer"
+    heads = attention_heads(model)
     problems = [
         f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not "
         f"have; leave it out, or set model.{name}={json.dumps(getattr(ModelConfig, name))}"
@@ -71,9 +79,11 @@ def saved_options(config: dict[str, Any]) -> dict[str, Any]:
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         return {}
-    names = {name: name for name in (*SHARED, *OF_TRANSFORMERS)}
-    names["layer_norm_eps"] = "rms_norm_eps"
+    # By option, its name in config.json.
     if architecture == "masked_mixer":
-        names = {name: name for name in (*SHARED, *OF_MIXERS) if name != "mixing_backend"}
-    options = {name: config[saved] for name, saved in names.items() if saved in config}
+        saved_names = {name: name for name in (*SHARED, *OF_MIXERS) if name != "mixing_backend"}
+    else:
+        saved_names = {name: name for name in (*SHARED, *OF_TRANSFORMERS)}
+        saved_names["layer_norm_eps"] = "rms_norm_eps"
+    options = {name: config[saved] for name, saved in saved_names.items() if saved in config}
     return {"architecture": architecture} | options

@@ -38,19 +38,18 @@ class ShiftedQwen3Model(Qwen3Model):
     def __init__(self, config: ShiftedQwen3Config):
         super().__init__(config)
         for layer in self.layers:
-            old = layer.self_attn.k_proj
-            layer.self_attn.k_proj = ShiftedKeys(old.in_features, old.out_features)
+            keys = layer.self_attn.k_proj
+            layer.self_attn.k_proj = ShiftedKeys(keys.in_features, keys.out_features)
         self.post_init()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs):
         if attention_mask is not None and not attention_mask[:, 0].all():
             raise UserError("a shifted_qwen3 reads no padding on the left: give one text at a time")
-        for name in (
-            "past_key_values",
-            "cache",
-        ):  # what transformers calls it depends on its version
-            kwargs.pop(name, None)
-        return super().forward(input_ids, attention_mask, **kwargs | {"use_cache": False})
+        # What transformers calls a cache depends on its version.
+        kwargs.pop("past_key_values", None)
+        kwargs.pop("cache", None)
+        kwargs["use_cache"] = False
+        return super().forward(input_ids, attention_mask, **kwargs)
 
 
 class ShiftedQwen3ForCausalLM(Qwen3ForCausalLM):

@@ -39,7 +39,8 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY
     if rebuild or not path.exists():
-        flags, nvcc = architecture_flags(capability), find_nvcc()
+        flags = architecture_flags(capability)
+        nvcc = find_nvcc()
         with whole_directory(directory) as stage:
             if rebuild or not path.exists():  # no other process has built it meanwhile
                 build(stage, sources, nvcc, flags)
@@ -69,10 +70,10 @@ def cache_directory() -> Path:
 
 
 def build_name(capability: tuple[int, int], sources: Path) -> str:
-    total = hashlib.sha256(platform.machine().encode())
+    digest = hashlib.sha256(platform.machine().encode())
     for path in sorted(sources.iterdir()):
-        total.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
-    return f"sm{capability[0]}{capability[1]}-{total.hexdigest()[:16]}"
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return f"sm{capability[0]}{capability[1]}-{digest.hexdigest()[:16]}"
 
 
 def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
@@ -80,8 +81,8 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     Raises UserError if that fails.
     """
     architecture = flags[-1].rpartition("=")[2]
-    said = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
-    print(said, file=sys.stderr, flush=True)
+    message = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
+    print(message, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
     work = directory / "objects"
     work.mkdir()
@@ -92,17 +93,17 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     ]
     (work / "build.ninja").write_text(ninja_file(units, nvcc, flags))
     command = [sys.executable, "-m", "ninja", "--quiet", "-C", work]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    printed = done.stdout.decode(errors="replace")
-    if done.returncode:
-        end = "\n".join(printed.splitlines()[-30:])
+    ninja = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    log = ninja.stdout.decode(errors="replace")
+    if ninja.returncode:
+        end = "\n".join(log.splitlines()[-30:])
         raise UserError(
             f"{nvcc} could not build the CUDA kernels. It ended with:\n{end}\n"
             "Use a CUDA toolkit that supports this GPU (for compute capability 7.0 the last is "
             "12.9): `export CUDA_HOME=/path/to/cuda`."
         )
     shutil.rmtree(work)
-    (directory / LOG).write_text(printed)
+    (directory / LOG).write_text(log)
 
 
 def ninja_file(units: list[Path], nvcc: Path, flags: list[str]) -> str:
@@ -148,22 +149,26 @@ def find_nvcc() -> Path:
     """The nvcc of $CUDA_HOME, $PATH, a wheel or /usr/local/cuda, the first that there is. Raises
     UserError where there is none.
     """
-    home, wheels = os.environ.get("CUDA_HOME"), importlib.util.find_spec("nvidia")
-    places = [home and f"{home}/bin/nvcc", shutil.which("nvcc")]
-    # A namespace package has one location for each site-packages.
-    for folder in (wheels.submodule_search_locations or []) if wheels else []:
-        places += [f"{folder}/cu13/bin/nvcc", f"{folder}/cuda_nvcc/bin/nvcc"]  # of CUDA 13 and 12
-    places.append("/usr/local/cuda/bin/nvcc")
-    found = next((Path(place) for place in places if place and os.access(place, os.X_OK)), None)
-    if found is None:
+    cuda_home = os.environ.get("CUDA_HOME")
+    candidates = [cuda_home and f"{cuda_home}/bin/nvcc", shutil.which("nvcc")]
+    wheels = importlib.util.find_spec("nvidia")
+    if wheels is not None:
+        # A namespace package has one location for each site-packages.
+        for folder in wheels.submodule_search_locations or []:
+            candidates.append(f"{folder}/cu13/bin/nvcc")  # of CUDA 13
+            candidates.append(f"{folder}/cuda_nvcc/bin/nvcc")  # of CUDA 12
+    candidates.append("/usr/local/cuda/bin/nvcc")
+    executables = [Path(path) for path in candidates if path and os.access(path, os.X_OK)]
+    if not executables:
         raise UserError(
             "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "
             "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc "
             "nvidia-cuda-runtime nvidia-cuda-cccl`, or point CUDA_HOME at a CUDA toolkit."
         )
+    nvcc = executables[0]
     # nvcc looks for its headers beside the path that it is called by, even if that is a link. A
     # link to ccache must stay: its name says what ccache is to run.
-    return found.resolve() if found.resolve().name.startswith("nvcc") else found
+    return nvcc.resolve() if nvcc.resolve().name.startswith("nvcc") else nvcc
 
 
 def dotted(version: tuple[int, int]) -> str:
@@ -180,17 +185,22 @@ def capability(text: str) -> tuple[int, int]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("mixer.ops.build", "Build or rebuild the CUDA kernels.")
-    add, known = parser.add_argument, "compute capabilities (default: the GPUs here)"
-    add("--arch", nargs="+", type=capability, metavar="9.0", help=known)
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        type=capability,
+        metavar="9.0",
+        help="compute capabilities (default: the GPUs here)",
+    )
     here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    wanted = parser.parse_args(arguments).arch or here
-    if not wanted:
+    capabilities = parser.parse_args(arguments).arch or here
+    if not capabilities:
         raise UserError(
             "there is no GPU here to build for. Name one: `python -m mixer.ops.build --arch 9.0`."
         )
-    for pair in wanted:
-        path = library(pair, rebuild=True)
-        print(f"compute capability {dotted(pair)}: {path}")
+    for version in capabilities:
+        path = library(version, rebuild=True)
+        print(f"compute capability {dotted(version)}: {path}")
         print(f"registers and spills of each kernel: {path.with_name(LOG)}")
 
 

@@ -24,17 +24,19 @@ SHORT_WINDOW = 8  # MIXER_SHORT_WINDOW
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
 POINTERS = [
-    *("x", "weight", "packed", "bias", "residual", "y", "dy", "dx", "dweight", "dbias"),
-    *("workspace", "memory", "positions", "stream"),
-]
+    "x", "weight", "packed", "bias", "residual", "y", "dy", "dx", "dweight", "dbias",
+    "workspace", "memory", "positions", "stream",
+]  # fmt: skip
 STRIDES = [
-    *("x_batch_stride", "x_token_stride"),
-    *("residual_batch_stride", "residual_token_stride"),
-    *("dy_batch_stride", "dy_token_stride"),
-    *("memory_batch_stride", "memory_head_stride", "positions_stride"),
-]
-SIZES = ["batch", "tokens", "channels", "context", "heads", "columns", "window", "lag_zero"]
-SIZES += ["dtype", "weight_dtype", "device", "capability", "processors"]
+    "x_batch_stride", "x_token_stride",
+    "residual_batch_stride", "residual_token_stride",
+    "dy_batch_stride", "dy_token_stride",
+    "memory_batch_stride", "memory_head_stride", "positions_stride",
+]  # fmt: skip
+SIZES = [
+    "batch", "tokens", "channels", "context", "heads", "columns", "window", "lag_zero",
+    "dtype", "weight_dtype", "device", "capability", "processors",
+]  # fmt: skip
 
 
 class Params(ctypes.Structure):
@@ -60,14 +62,19 @@ def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     is_short = by_lag and weight.shape[-1] <= SHORT_WINDOW
     if by_lag and bias is not None and not (is_short and bias.shape[-1] == 1):
         bias = for_positions(x.shape[1], bias)
-    conv = short_conv if is_short else lambda *arguments: one_tap(*arguments)[0]
+    conv = short_conv if is_short else one_tap_result
     if taps == 1:
         return conv(x, weight.squeeze(1), bias, residual)
-    parts = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
+    x_by_head = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
     y = residual
-    for tap, part in enumerate(weight.unbind(1)):
-        shifted = seen_by_tap(parts, tap, taps).flatten(2)
-        y = conv(shifted, part, bias if tap == 0 else None, y)
+    for tap, tap_weight in enumerate(weight.unbind(1)):
+        shifted = seen_by_tap(x_by_head, tap, taps).flatten(2)
+        y = conv(shifted, tap_weight, bias if tap == 0 else None, y)
+    return y
+
+
+def one_tap_result(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
+    y, _ = one_tap(x, weight, bias, residual)
     return y
 
 
@@ -111,8 +118,12 @@ def _backward(ctx, dy, _):
     if needs_weight or needs_bias:
         gradients = grad_weight(dy, x, ctx.context, ctx.heads, needs_bias, ctx.window)
         dweight, dbias = (gradient.to(ctx.weight_dtype) for gradient in gradients)
-    dweight, dbias = dweight if needs_weight else None, dbias if needs_bias else None
-    return dx, dweight, dbias, dy if needs_residual else None
+    return (
+        dx,
+        dweight if needs_weight else None,
+        dbias if needs_bias else None,
+        dy if needs_residual else None,
+    )
 
 
 def refuse_second_derivatives(operator: str) -> None:
@@ -137,9 +148,10 @@ one_tap.register_autograd(_backward, setup_context=_setup_context)
 def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """y, for lags (heads, window) of at most SHORT_WINDOW. A bias (heads, 1) is of all tokens."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    heads, window = lags.shape
     tensors = {"x": x, "weight": lags, "bias": bias, "residual": residual, "y": y}
     if y.numel():
-        call("mixer_short_conv", params_of(x, x.shape, *lags.shape, **tensors))
+        call("mixer_short_conv", params_of(x, x.shape, heads, window, tensors))
     return y
 
 
@@ -156,11 +168,13 @@ def short_gradients(
     dx, dlags, dbias = empty_short_gradients(dy, x, lags, biases)
     if not x.numel():
         return dx, dlags.zero_(), dbias.zero_()
-    tensors = {"dy": dy, "x": x, "dx": dx, "dbias": dbias if biases else None}
-    params = params_of(x, x.shape, *lags.shape, weight=lags, dweight=dlags, **tensors)
+    heads, window = lags.shape
+    tensors = {"dy": dy, "x": x, "dx": dx, "weight": lags, "dweight": dlags}
+    tensors["dbias"] = dbias if biases else None
+    params = params_of(x, x.shape, heads, window, tensors)
     params.weight_dtype = DTYPE_CODES[lags.dtype]
-    size = kernels(params.device).mixer_short_conv_workspace(ctypes.byref(params))
-    workspace = x.new_empty(size, dtype=torch.uint8)
+    workspace_bytes = kernels(params.device).mixer_short_conv_workspace(ctypes.byref(params))
+    workspace = x.new_empty(workspace_bytes, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     call("mixer_short_conv_gradients", params)
     return dx, dlags, dbias
@@ -169,9 +183,10 @@ def short_gradients(
 @short_gradients.register_fake
 def empty_short_gradients(dy, x, lags, biases):
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    heads = lags.shape[0]
-    return dx, x.new_empty(lags.shape, dtype=wide), x.new_empty((heads, biases), dtype=wide)
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    dlags = x.new_empty(lags.shape, dtype=sum_dtype)
+    dbias = x.new_empty((lags.shape[0], biases), dtype=sum_dtype)
+    return dx, dlags, dbias
 
 
 def _setup_short(ctx, inputs, output):
@@ -226,8 +241,8 @@ def pack(weight: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     heads = len(weight)
     window = window_of(weight)
     packed = weight.new_empty(packed_shape(heads, tokens, window), dtype=dtype)
-    params = params_of(packed, (0, tokens, 0), heads, window, weight=weight, packed=packed)
-    call("mixer_pack", params)
+    tensors = {"weight": weight, "packed": packed}
+    call("mixer_pack", params_of(packed, (0, tokens, 0), heads, window, tensors))
     return packed
 
 
@@ -238,7 +253,7 @@ def forward(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = {"x": x, "packed": packed, "bias": bias, "residual": residual, "y": y}
     if y.numel():
-        call("mixer_forward", params_of(x, x.shape, len(packed), window, **tensors))
+        call("mixer_forward", params_of(x, x.shape, len(packed), window, tensors))
     return y
 
 
@@ -246,9 +261,9 @@ def forward(
 def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
+    tensors = {"dy": dy, "packed": packed, "dx": dx}
     if dx.numel():
-        params = params_of(dy, dy.shape, len(packed), window, dy=dy, packed=packed, dx=dx)
-        call("mixer_grad_input", params)
+        call("mixer_grad_input", params_of(dy, dy.shape, len(packed), window, tensors))
     return dx
 
 
@@ -268,9 +283,9 @@ def grad_weight(
     if not x.numel():
         return dweight.zero_(), dbias.zero_()
     tensors = {"dy": dy, "x": x, "dweight": dweight, "dbias": dbias if with_bias else None}
-    params = params_of(x, x.shape, heads, window, **tensors)
-    size = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
-    workspace = x.new_empty(size, dtype=torch.uint8)
+    params = params_of(x, x.shape, heads, window, tensors)
+    workspace_bytes = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
+    workspace = x.new_empty(workspace_bytes, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     call("mixer_grad_weight", params)
     return dweight, dbias
@@ -278,9 +293,10 @@ def grad_weight(
 
 @grad_weight.register_fake
 def empty_gradients(dy, x, context, heads, with_bias, window=0):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dweight = x.new_empty((heads, window) if window else (heads, context, context), dtype=wide)
-    return dweight, x.new_empty((heads, context) if with_bias else (0,), dtype=wide)
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    weight_shape = (heads, window) if window else (heads, context, context)
+    bias_shape = (heads, context) if with_bias else (0,)
+    return x.new_empty(weight_shape, dtype=sum_dtype), x.new_empty(bias_shape, dtype=sum_dtype)
 
 
 # ------------------------------------------------------------------------- the arguments
@@ -305,18 +321,19 @@ def params_of(
     like: Tensor,
     shape: tuple[int, int, int],
     heads: int,
-    window: int = 0,
-    **tensors: Tensor | None,
+    window: int,
+    tensors: dict[str, Tensor | None],
 ) -> Params:
     """The structure for x of this shape, with the type and device of `like`, and with the addresses
-    and strides of tensors, or of copies that kernels can read, under their names.
+    and strides of the tensors, or of copies that kernels can read, under their names.
     """
     batch, tokens, channels = shape
     params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)
     params.columns = packed_shape(heads, tokens, window)[2]
     params.window = window
     params.lag_zero = lag_zero(tokens, window) if window else 0
-    params.dtype, params.device = DTYPE_CODES[like.dtype], like.get_device()
+    params.dtype = DTYPE_CODES[like.dtype]
+    params.device = like.get_device()
     params.capability, params.processors = device_facts(params.device)
     params.tensors = []  # copies among them live as long as their addresses
     for name, tensor in tensors.items():

@@ -1,20 +1,19 @@
-"""Keyed mixing: `keyed_conv`, the operator `mixer::keyed_conv` and its autograd formula, and the
-mixing weights as its kernels read them.
+"""Keyed mixing: `keyed_conv`, the operator `mixer::keyed_conv` and its autograd formula.
 
-The kernels are in keyed_kernels.py. Where they cannot run, plain PyTorch computes the same.
+The kernels are in keyed_kernels.py, and the mixing weights as they read them in strips.py. Where
+they cannot run, plain PyTorch computes the same.
 """
 
 import importlib.util
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mixer.ops import cuda, plain
-from mixer.ops.plain import falling, in_autocast_dtype
+from mixer.ops.plain import in_autocast_dtype
+from mixer.ops.strips import Weights, weights_of
 from mixer.ops.triangular import require, warn_once
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
@@ -73,11 +72,16 @@ def keyed_conv(
     query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, weight, bias, lags, decay, backend)
     heads, context = bias.shape
-    sizes = (query.shape[-1] // heads, value.shape[-1] // heads, context)
-    fits = query.shape[1] <= context
-    if backend != "dense" and fits and kernels_serve(query.device, query.dtype, *sizes):
+    tokens = query.shape[1]
+    key_size = query.shape[-1] // heads
+    value_size = value.shape[-1] // heads
+    if (
+        backend != "dense"
+        and tokens <= context
+        and kernels_serve(query.device, query.dtype, key_size, value_size, context)
+    ):
         mixing = weight if lags is None else lags
-        weights = weights_of(mixing, decay, query.shape[1], query.dtype)
+        weights = weights_of(mixing, decay, tokens, query.dtype)
         return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
     return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
 
@@ -89,28 +93,41 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
         "(heads, 1, context), and bias (heads, context), both of that dtype or float32; with lags "
         "also decay (heads,)"
     )
-    given = {"query": query, "key": key, "value": value, "weight": weight, "lags": lags}
+    tensors = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "weight": weight,
+        "lags": lags,
+        "decay": decay,
+        "bias": bias,
+    }
     rules = _rules(query, key, value, weight, bias, lags, decay)
-    require(rules, backend, "keyed_conv", allowed, **given, decay=decay, bias=bias)
+    require(rules, backend, "keyed_conv", allowed, tensors)
 
 
 def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, bool]]:
     """As in `triangular_conv`."""
     yield "either weight or lags", (weight is None) != (lags is None)
-    mixing, name = (weight, "weight") if lags is None else (lags, "lags")
+    by_lag = lags is not None
+    name = "lags" if by_lag else "weight"
+    mixing = lags if by_lag else weight
     yield "a bias", bias is not None
     yield "query and value of 3 dimensions", query.dim() == value.dim() == 3
-    yield f"{name} of {4 if lags is None else 3} dimensions", mixing.dim() == 3 + (lags is None)
-    heads, context = mixing.shape[0], mixing.shape[-1]
-    square = (heads, 1, context, context) if lags is None else (heads, 1, context)
-    yield (
-        f"{name} {'(heads, 1, context, context)' if lags is None else '(heads, 1, context)'}",
-        (heads > 0 and mixing.shape == square),
-    )
+    dimensions = 3 if by_lag else 4
+    yield f"{name} of {dimensions} dimensions", mixing.dim() == dimensions
+    heads = mixing.shape[0]
+    context = mixing.shape[-1]
+    if by_lag:
+        yield "lags (heads, 1, context)", heads > 0 and mixing.shape == (heads, 1, context)
+    else:
+        square = (heads, 1, context, context)
+        yield "weight (heads, 1, context, context)", heads > 0 and mixing.shape == square
     yield "bias (heads, context)", bias.shape == (heads, context)
-    yield "decay (heads,), with lags", decay is None or lags is not None and decay.shape == (heads,)
+    fits = decay is None or (by_lag and decay.shape == (heads,))
+    yield "decay (heads,), with lags", fits
     yield "1 token or more", query.shape[1] > 0
-    yield "a context of all tokens", lags is not None or query.shape[1] <= context
+    yield "a context of all tokens", by_lag or query.shape[1] <= context
     yield "key of query's shape", key.shape == query.shape
     yield "value with query's batch and tokens", value.shape[:2] == query.shape[:2]
     fits = query.shape[2] % heads == 0 and value.shape[2] % heads == 0
@@ -122,10 +139,10 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
 def kernels_serve(
-    device: torch.device, dtype: torch.dtype, key: int, value: int, context: int
+    device: torch.device, dtype: torch.dtype, key_size: int, value_size: int, context: int
 ) -> bool:
-    """Whether the kernels can take keys of `key` numbers and values of `value` in each head. Where
-    they cannot take a GPU tensor, the log says so, once.
+    """Whether the kernels can take keys and values of so many numbers in each head. Where they
+    cannot take a GPU tensor, the log says so, once.
     """
     if device.type != "cuda":
         return False
@@ -134,87 +151,19 @@ def kernels_serve(
         and HAS_TRITON
         and cuda.device_facts(device.index)[0] >= 80
         and dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and key in SIZES
-        and value in SIZES
+        and key_size in SIZES
+        and value_size in SIZES
         and context <= MOST_CONTEXT
     )
     if not serve:
         warn_once(
-            f"keyed mixing runs without kernels for {dtype}, keys of {key} and values of {value} "
-            f"numbers in a head, and a context of {context}; they take float32, float16 and "
-            f"bfloat16, {', '.join(map(str, SIZES))} numbers and contexts up to {MOST_CONTEXT}, on "
-            "NVIDIA GPUs of compute capability 8.0 or newer with Triton (`pip install triton`)"
+            f"keyed mixing runs without kernels for {dtype}, keys of {key_size} and values of "
+            f"{value_size} numbers in a head, and a context of {context}; they take float32, "
+            f"float16 and bfloat16, {', '.join(map(str, SIZES))} numbers and contexts up to "
+            f"{MOST_CONTEXT}, on NVIDIA GPUs of compute capability 8.0 or newer with Triton "
+            "(`pip install triton`)"
         )
     return serve
-
-
-# ------------------------------------------------------------------------- the weights, for kernels
-
-SHIFTS = 64
-LARGEST_TILE = 128  # rows and columns
-AROUND = 2 * LARGEST_TILE  # numbers of a strip beside its lags, for tiles that reach past them
-
-
-class Weights(NamedTuple):
-    """Mixing weights of a number of tokens."""
-
-    tiles: Tensor  # (heads, tokens, tokens), or strips (heads, 2, SHIFTS, length)
-    rest: Tensor | None = None  # (heads, tokens) float32: a number for each query, with strips
-    falls: Tensor | None = None  # (heads,) float32: by how much logarithms fall from lag to lag
-
-
-def weights_of(mixing: Tensor, decay: Tensor | None, tokens: int, dtype: torch.dtype) -> Weights:
-    """Of the first tokens, without gradients: of a weight (heads, 1, context, context), or of lags
-    (heads, 1, context) and decay (heads,).
-    """
-    mixing = mixing.detach()
-    if mixing.dim() == 3:
-        return strips_of(mixing, decay, tokens, dtype)
-    return Weights(mixing[:, 0, :tokens, :tokens].tril().to(dtype).contiguous())
-
-
-def strips_of(lags: Tensor, decay: Tensor | None, tokens: int, dtype: torch.dtype) -> Weights:
-    """Strips of lags (heads, 1, context) and decay (heads,), in memory of the context's size, for
-    the first tokens of
-
-        w[i, j] = lags[i - j] + exp(-(i - j) * decay) / sum over l <= i of exp(-l * decay)
-
-    All tiles on a block diagonal have the same lags, and are cut from one vector. A tile's row r is
-    the vector from place r on, backwards. To be read in whole lines of the cache each row must
-    begin at a multiple of a tile's width, so a strip has the vector SHIFTS times, each shifted by
-    one more.
-
-    The second term is not by lag alone. For long sums it nearly is: the sum's limit, 1 / (1 -
-    exp(-decay)), is put into the vector. What is left is a product of a number for i and one for j,
-    exp(-(i + 1) * decay) / sum * exp(-(i - j) * decay), whatever the decay is, 0 included.
-
-    Returns:
-
-    - (heads, 2, SHIFTS, length) in `dtype`: the vector backwards, [0, q, u] is its number length -
-      AROUND + SHIFTS - 1 - u - q, and forwards, [1, q, u] is its number u + q - SHIFTS + 1 -
-      AROUND. It is zero where there is no such lag.
-    - (heads, tokens) float32: the number of each query i, exp(-(i + 1 + i % LARGEST_TILE) * decay)
-      over the sum. It is for a j from the last multiple of LARGEST_TILE up to i on.
-    - (heads,) float32: decay, for powers of 2.
-    """
-    vector = lags[:, 0, :tokens].float()
-    if decay is None:
-        rest = vector.new_zeros(vector.shape)
-        falls = vector.new_zeros(vector.shape[:1])
-    else:
-        decay = decay.detach().float()
-        by_lag, sums = falling(decay, tokens)
-        vector = vector - torch.expm1(-decay)[:, None] * by_lag
-        place = torch.arange(tokens, device=decay.device)
-        rest = (-decay[:, None] * (place + 1 + place % LARGEST_TILE)).exp() / sums
-        falls = decay / math.log(2)
-    vector = vector.to(dtype)
-    length = (tokens // LARGEST_TILE + 1) * LARGEST_TILE + 2 * AROUND
-    more, less = length - AROUND - tokens, AROUND + SHIFTS - 1
-    backwards = F.pad(vector.flip(-1), (more + SHIFTS, AROUND - 1))
-    forwards = F.pad(vector, (less, more))
-    both = torch.stack([backwards, forwards], 1)  # (heads, 2, length + SHIFTS - 1)
-    return Weights(both.unfold(-1, length, 1).contiguous(), rest, falls)
 
 
 # ------------------------------------------------------------------------- the operators
@@ -236,8 +185,9 @@ def operator(
 @operator.register_fake
 def _(query, key, value, mixing, bias, tiles, rest, falls):
     y = torch.empty_like(value, memory_format=torch.contiguous_format)
-    means = (query.shape[0], bias.shape[0], query.shape[1])
-    return y, query.new_empty(means, dtype=torch.float32)
+    batch, tokens, _ = query.shape
+    heads = bias.shape[0]
+    return y, query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
 @torch.library.custom_op("mixer::keyed_conv_gradients", mutates_args=())
@@ -262,11 +212,16 @@ def gradients(
 
 @gradients.register_fake
 def _(dy, y, query, key, value, bias, level, tiles, rest, falls, context, by_lag, of_mixing):
+    batch, heads, tokens = level.shape
     channels = sum(x.shape[-1] for x in (query, key, value))
-    square = (context,) if by_lag else (context, context)
-    mixing = (level.shape[1], 1, *square) if of_mixing else (0,)
-    inputs = query.new_empty((*query.shape[:2], channels))
-    return inputs, torch.empty_like(level), level.new_empty(mixing)
+    inputs = query.new_empty((batch, tokens, channels))
+    if not of_mixing:
+        mixing_shape = (0,)
+    elif by_lag:
+        mixing_shape = (heads, 1, context)
+    else:
+        mixing_shape = (heads, 1, context, context)
+    return inputs, torch.empty_like(level), level.new_empty(mixing_shape)
 
 
 # ------------------------------------------------------------------------- their gradients
@@ -278,22 +233,27 @@ def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(level)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(y, query, key, value, bias, level, *weights)
-    ctx.context, ctx.dtype, ctx.by_lag = mixing.shape[-1], mixing.dtype, mixing.dim() == 3
+    ctx.context = mixing.shape[-1]
+    ctx.dtype = mixing.dtype
+    ctx.by_lag = mixing.dim() == 3
 
 
 def _backward(ctx, dy, _):
     cuda.refuse_second_derivatives("keyed_conv")
     if dy is None:
         return (None,) * 8
-    options = (ctx.context, ctx.by_lag, ctx.needs_input_grad[3])
-    inputs, sums, dmixing = gradients(dy, *ctx.saved_tensors, *options)
-    parts = [x.shape[-1] for x in ctx.saved_tensors[1:4]]
+    needs_mixing = ctx.needs_input_grad[3]
+    dinputs, sums, dmixing = gradients(
+        dy, *ctx.saved_tensors, ctx.context, ctx.by_lag, needs_mixing
+    )
+    _, query, key, value, *_ = ctx.saved_tensors
+    channels = [query.shape[-1], key.shape[-1], value.shape[-1]]
     # Not dim=-1: the compiler leaves out the copy only where it sees its own 2 in both places.
-    inputs = inputs.split(parts, dim=2)
+    dquery, dkey, dvalue = dinputs.split(channels, dim=2)
+    dmixing = dmixing.to(ctx.dtype) if needs_mixing else None
     # (batch, heads, tokens) -> (heads, context)
     dbias = F.pad(sums.sum(0), (0, ctx.context - sums.shape[-1]))
-    dmixing = dmixing.to(ctx.dtype) if ctx.needs_input_grad[3] else None
-    return *inputs, dmixing, dbias.to(ctx.dtype), None, None, None
+    return dquery, dkey, dvalue, dmixing, dbias.to(ctx.dtype), None, None, None
 
 
 operator.register_autograd(_backward, setup_context=_setup_context)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mixer.ops.keyed import AROUND, LARGEST_TILE, SHIFTS, Weights
+from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, Weights
 
 # Of each kernel: the rows i and columns j of a tile, warps, loads that are under way at once, and
 # registers of a thread (None: as many as the compiler takes), with at most the 99 KB of shared
@@ -50,10 +50,12 @@ SHIFTED: tl.constexpr = tl.constexpr(SHIFTS)
 
 
 @triton.jit
-def place():
+def program_ids():
     """A program's tile, text and head. Texts come first, as all of them read the same weights."""
-    text, head = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    return tl.program_id(1), text, head
+    text = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64)
+    return tile, text, head
 
 
 @triton.jit
@@ -92,7 +94,8 @@ def load_rows(
 def store_rows(
     base, stride, start, tokens, values, ROWS: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    at, values = rows_at(base, stride, start, ROWS, SIZE), values.to(base.dtype.element_ty)
+    at = rows_at(base, stride, start, ROWS, SIZE)
+    values = values.to(base.dtype.element_ty)
     store(at, values, start + tl.arange(0, ROWS)[:, None] < tokens, WHOLE)
 
 
@@ -116,14 +119,17 @@ def load_weights(
     """A tile of one head's packed weights, or of the part of them that a strip holds: (ROWS,
     COLUMNS) float32. Of transposed weights, and of the second strip, row is a j and column an i.
     """
-    r, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
     if BY_LAG:
-        whole = r // SHIFTED * SHIFTED
-        shift = whole + (SHIFTED - 1) - r
-        along = (origin + column - row) - whole
+        # Row r's vector is shifted by what r lacks to the end of its group of SHIFTED rows.
+        group_start = r // SHIFTED * SHIFTED
+        shift = group_start + (SHIFTED - 1) - r
+        along = (origin + column - row) - group_start
         at = w + (shift * length)[:, None] + along[:, None] + c[None, :]
         return tl.load(at).to(tl.float32)
-    i, j = row + r, column + c
+    i = row + r
+    j = column + c
     at = w + i[:, None] * tokens + j[None, :]
     inside = (i[:, None] < tokens) & (j[None, :] < tokens)
     return load(at, inside, WHOLE).to(tl.float32)
@@ -153,11 +159,12 @@ def product(left, right, total=None):
 
 
 @triton.jit
-def with_earlier(x, start, column, other, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tile x (ROWS, COLUMNS) with `other` where a key comes after its query."""
+def with_earlier(x, start, column, fill, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tile x (ROWS, COLUMNS) with `fill` where a key comes after its query."""
     if column + COLUMNS > start + 1:
-        i, j = start + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        x = tl.where(j[None, :] <= i[:, None], x, other)
+        i = start + tl.arange(0, ROWS)
+        j = column + tl.arange(0, COLUMNS)
+        x = tl.where(j[None, :] <= i[:, None], x, fill)
     return x
 
 
@@ -172,7 +179,7 @@ def forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A program has ROWS tokens i of one head of one text."""
-    tile, text, head = place()
+    tile, text, head = program_ids()
     start = (tl.num_programs(1) - 1 - tile) * ROWS  # the longest sums begin first
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
@@ -195,7 +202,8 @@ def forward_kernel(
         s = product(queries, tl.trans(keys))
         s = with_earlier(s, start, column, float("-inf"), ROWS, COLUMNS)
         higher = tl.maximum(top, tl.max(s, 1) * scale)
-        shrink, top = tl.exp2(top - higher), higher
+        shrink = tl.exp2(top - higher)
+        top = higher
         e = tl.exp2(s * scale - top[:, None])
         sums = sums * shrink + tl.sum(e, 1)
         weights = load_weights(
@@ -224,7 +232,7 @@ def grad_query_kernel(
     dy[i] . (y[i] - bias[i]), so it needs no loop of its own. But y is rounded, and the first query,
     whose only f is 1, has no ds at all. A program has ROWS tokens i, and adds up dy as well.
     """
-    tile, text, head = place()
+    tile, text, head = program_ids()
     start = (tl.num_programs(1) - 1 - tile) * ROWS
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
@@ -280,7 +288,7 @@ def grad_key_value_kernel(
     dy[i]. A program has COLUMNS tokens j. Its tiles are transposed, (COLUMNS, ROWS), to be left
     factors, as w is.
     """
-    tile, text, head = place()
+    tile, text, head = program_ids()
     column = tile * COLUMNS
     q += text * q_batch + head * KEYS
     k += text * k_batch + head * KEYS
@@ -351,7 +359,9 @@ def grad_weight_kernel(
     """dw[i, j] = sum over the texts of f (dy[i] . v[j]), (heads, context, context) float32. A
     program has one tile of one head, and writes zeros above the diagonal and beyond the tokens.
     """
-    start, column, head = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS, tl.program_id(2)
+    start = tl.program_id(0) * ROWS
+    column = tl.program_id(1) * COLUMNS
+    head = tl.program_id(2)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     if (column < start + ROWS) & (start < tokens):
         q += head * KEYS
@@ -370,7 +380,8 @@ def grad_weight_kernel(
             dy += tokens * HEADS * VALUES
             level += HEADS * tokens
         total = with_earlier(total, start, column, 0.0, ROWS, COLUMNS)
-    i, j = start + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    i = start + tl.arange(0, ROWS)
+    j = column + tl.arange(0, COLUMNS)
     at = dw + head.to(tl.int64) * context * context + i[:, None] * context + j[None, :]
     tl.store(at, total, mask=(i[:, None] < context) & (j[None, :] < context))
 
@@ -385,7 +396,7 @@ def grad_lags_kernel(
     """The same gradient added up over the tiles of one block diagonal, which have equal weights,
     and over every so many texts, (shares of texts, heads, diagonals, COLUMNS, ROWS) float32.
     """
-    diagonal, share, head = place()
+    diagonal, share, head = program_ids()
     shares = tl.num_programs(0)
     apart = diagonal * COLUMNS - (ROWS - COLUMNS)  # from column to start, in all of its tiles
     first = tl.cdiv(tl.maximum(apart, 0), ROWS) * ROWS
@@ -407,7 +418,8 @@ def grad_lags_kernel(
             HEADS, KEYS, VALUES, ROWS, COLUMNS, WHOLE,
         )  # fmt: skip
     tile = (share * HEADS + head) * tl.num_programs(1) + diagonal
-    r, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    r = tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
     tl.store(partial + tile * ROWS * COLUMNS + c[None, :] * ROWS + r[:, None], total)
 
 
@@ -419,7 +431,7 @@ def along_diagonals_kernel(
     """Adds up these tiles along their diagonals: dlags is (shares, heads, context). A program has
     LAGS lags of one share and head.
     """
-    block, share, head = place()
+    block, share, head = program_ids()
     lag = block * LAGS + tl.arange(0, LAGS)
     total = tl.zeros((LAGS,), tl.float32)
     partial += (share * HEADS + head) * diagonals * ROWS * COLUMNS
@@ -441,19 +453,19 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, weights: Weights, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """y, (batch, tokens, heads * channels of a head), and level, (batch, heads, tokens) float32."""
-    inputs, steps = dense(query, key, value)
-    (batch, tokens, _), heads = query.shape, len(bias)
+    inputs, strides = dense(query, key, value)
+    batch, tokens, _ = query.shape
+    heads = len(bias)
     y = empty(value, value.shape)
     level = empty(value, (batch, heads, tokens), torch.float32)
     options = options_for("forward", query, value, heads)
     grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
     with torch.cuda.device_of(query):
         forward_kernel[grid](
-            *(*inputs, *pointers(weights), whole(bias), y, level),
-            *(*steps, *places(weights), bias.shape[1], tokens, options["KEYS"] ** -0.5),
-            BY_LAG=weights.rest is not None,
-            **options,
-        )
+            *inputs, *pointers(weights), contiguous(bias), y, level,
+            *strides, *layout(weights), bias.shape[1], tokens, options["KEYS"] ** -0.5,
+            BY_LAG=weights.rest is not None, **options,
+        )  # fmt: skip
     return y, level
 
 
@@ -464,29 +476,30 @@ def grad_input(
     """The gradients of query, key and value side by side, (batch, tokens, channels of all), and dy
     summed over the channels of a head, (batch, heads, tokens) float32.
     """
-    inputs, steps = dense(query, key, value)
-    (batch, tokens, _), heads = query.shape, len(bias)
-    dy = whole(dy)
+    inputs, strides = dense(query, key, value)
+    batch, tokens, _ = query.shape
+    heads = len(bias)
+    dy = contiguous(dy)
     dqkv = empty(query, (batch, tokens, sum(x.shape[-1] for x in inputs)))
-    change, sums = (empty(query, level.shape, torch.float32) for _ in range(2))
-    by_lag, scale = weights.rest is not None, (query.shape[-1] // heads) ** -0.5
+    change = empty(query, level.shape, torch.float32)
+    sums = empty(query, level.shape, torch.float32)
+    by_lag = weights.rest is not None
+    scale = (query.shape[-1] // heads) ** -0.5
     with torch.cuda.device_of(query):
         options = options_for("grad_query", query, value, heads)
         grid = (batch, triton.cdiv(tokens, options["ROWS"]), heads)
         grad_query_kernel[grid](
-            *(*inputs, *pointers(weights), whole(bias), y, dy, level, change, sums, dqkv),
-            *(*steps, *places(weights), bias.shape[1], tokens, scale),
-            BY_LAG=by_lag,
-            **options,
-        )
+            *inputs, *pointers(weights), contiguous(bias), y, dy, level, change, sums, dqkv,
+            *strides, *layout(weights), bias.shape[1], tokens, scale,
+            BY_LAG=by_lag, **options,
+        )  # fmt: skip
         options = options_for("grad_key_value", query, value, heads)
         grid = (batch, triton.cdiv(tokens, options["COLUMNS"]), heads)
         grad_key_value_kernel[grid](
-            *(*inputs, *pointers(weights, turned=True), dy, level, change, dqkv),
-            *(*steps, *places(weights, turned=True), tokens, scale),
-            BY_LAG=by_lag,
-            **options,
-        )
+            *inputs, *pointers(weights, turned=True), dy, level, change, dqkv,
+            *strides, *layout(weights, turned=True), tokens, scale,
+            BY_LAG=by_lag, **options,
+        )  # fmt: skip
     return dqkv, sums
 
 
@@ -494,17 +507,17 @@ def grad_weight(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
 ) -> Tensor:
     """The gradient of the weight, (heads, 1, context, context) float32."""
-    inputs, steps = dense(query, key, value)
+    inputs, strides = dense(query, key, value)
     batch, heads, tokens = level.shape
     dw = empty(query, (heads, 1, context, context), torch.float32)
     options = options_for("grad_weight", query, value, heads)
-    grid = (*(triton.cdiv(context, options[edge]) for edge in ("ROWS", "COLUMNS")), heads)
+    rows = triton.cdiv(context, options["ROWS"])
+    columns = triton.cdiv(context, options["COLUMNS"])
     with torch.cuda.device_of(query):
-        grad_weight_kernel[grid](
-            *(*inputs, whole(dy), level, dw),
-            *(*steps, batch, context, tokens, options["KEYS"] ** -0.5),
-            **options,
-        )
+        grad_weight_kernel[rows, columns, heads](
+            *inputs, contiguous(dy), level, dw,
+            *strides, batch, context, tokens, options["KEYS"] ** -0.5, **options,
+        )  # fmt: skip
     return dw
 
 
@@ -512,10 +525,11 @@ def grad_lags(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, level: Tensor, context: int
 ) -> Tensor:
     """The gradient of the weights by lag, (heads, 1, context) float32."""
-    inputs, steps = dense(query, key, value)
+    inputs, strides = dense(query, key, value)
     batch, heads, tokens = level.shape
     options = options_for("grad_lags", query, value, heads)
-    rows, columns = options["ROWS"], options["COLUMNS"]
+    rows = options["ROWS"]
+    columns = options["COLUMNS"]
     # The last has the tile of the last row and the first column.
     diagonals = (triton.cdiv(tokens, rows) * rows - columns) // columns + 1
     shares = min(triton.cdiv(ENOUGH_PROGRAMS, diagonals * heads), batch)
@@ -523,14 +537,13 @@ def grad_lags(
     dlags = empty(query, (shares, heads, context), torch.float32)
     with torch.cuda.device_of(query):
         grad_lags_kernel[shares, diagonals, heads](
-            *(*inputs, whole(dy), level, partial),
-            *(*steps, batch, tokens, options["KEYS"] ** -0.5),
-            **options,
-        )
+            *inputs, contiguous(dy), level, partial,
+            *strides, batch, tokens, options["KEYS"] ** -0.5, **options,
+        )  # fmt: skip
         along_diagonals_kernel[shares, triton.cdiv(context, LAGS_AT_ONCE), heads](
-            *(partial, dlags, diagonals, context),
-            **dict(HEADS=heads, ROWS=rows, COLUMNS=columns, LAGS=LAGS_AT_ONCE),
-        )
+            partial, dlags, diagonals, context,
+            HEADS=heads, ROWS=rows, COLUMNS=columns, LAGS=LAGS_AT_ONCE,
+        )  # fmt: skip
     return dlags.sum(0)[:, None]
 
 
@@ -538,10 +551,14 @@ def dense(*tensors: Tensor) -> tuple[list[Tensor], list[int]]:
     """The tensors as kernels can read them, and how far apart their texts, and the tokens of a
     text, are.
     """
-    readable = [
-        x if is_even(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors
-    ]
-    return readable, [stride for x in readable for stride in x.stride()[:2]]
+    readable = []
+    strides = []
+    for x in tensors:
+        if not is_even(x):
+            x = x.clone(memory_format=torch.contiguous_format)
+        readable.append(x)
+        strides += x.stride()[:2]
+    return readable, strides
 
 
 def is_even(x: Tensor) -> bool:
@@ -549,25 +566,38 @@ def is_even(x: Tensor) -> bool:
     numbers apart. Triton compiles kernels anew for what does not, and some of these give wrong
     numbers (Triton 3.6, H200, with loads ahead of their use).
     """
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in x.stride()[:2])
-
-
-def whole(x: Tensor) -> Tensor:
-    """x, or a copy, without gaps from a multiple of 16 bytes on, as `is_even`."""
+    text_stride, token_stride, channel_stride = x.stride()
     return (
-        x
-        if x.is_contiguous() and x.data_ptr() % 16 == 0
-        else x.clone(memory_format=torch.contiguous_format)
+        channel_stride == 1
+        and text_stride % 16 == 0
+        and token_stride % 16 == 0
+        and x.data_ptr() % 16 == 0
     )
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """x, or a copy, without gaps from a multiple of 16 bytes on, as `is_even`."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def options_for(kernel: str, query: Tensor, value: Tensor, heads: int) -> dict[str, int]:
     """What a kernel is compiled with."""
-    keys, values = query.shape[-1] // heads, value.shape[-1] // heads
+    keys = query.shape[-1] // heads
+    values = value.shape[-1] // heads
     rows, columns, warps, stages, registers = tiles_for(query, keys, values)[kernel]
-    sizes = {"HEADS": heads, "KEYS": keys, "VALUES": values, "ROWS": rows, "COLUMNS": columns}
-    sizes["WHOLE"] = query.shape[1] % max(rows, columns) == 0
-    return sizes | {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    return {
+        "HEADS": heads,
+        "KEYS": keys,
+        "VALUES": values,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "WHOLE": query.shape[1] % max(rows, columns) == 0,
+        "num_warps": warps,
+        "num_stages": stages,
+        "maxnreg": registers,
+    }
 
 
 def tiles_for(query: Tensor, keys: int, values: int) -> dict[str, tuple]:
@@ -589,7 +619,7 @@ def pointers(weights: Weights, turned: bool = False) -> tuple[Tensor, Tensor, Te
     return packed, packed, packed
 
 
-def places(weights: Weights, turned: bool = False) -> tuple[int, int, int]:
+def layout(weights: Weights, turned: bool = False) -> tuple[int, int, int]:
     """How far apart the weights of heads are, how long a strip is, and where its lags begin."""
     length = weights.tiles.shape[-1]
     return weights.tiles.stride(0), length, AROUND if turned else length - AROUND

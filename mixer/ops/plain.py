@@ -1,9 +1,9 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """The operators of `mixer.ops` in plain PyTorch, and single rows of them for generation; weights by
 lag, W[i, j] = lags[i - j], with one number per distance of two tokens (arXiv 2605.06683).
 
 `triangular_conv`, `keyed_conv` and `mix_row` have the operators' arguments; `backend` has no
-effect. Arguments are not checked. Every saved model gets a copy of this file, so it imports
-nothing from this package.
+effect. Arguments are not checked.
 
 Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads, taps, context,
 context), output first; bias (heads, context).
@@ -15,9 +15,10 @@ from torch import Tensor
 
 BACKENDS = ("auto", "cuda", "dense")
 
-# Panels of keyed mixing, at most, and their rows, at least. p panels compute (p + 1) / 2p of the
-# square, but thin ones run at a lower rate, and many take long to compile.
-PANELS, PANEL_ROWS = 8, 64
+# Keyed mixing works on panels of rows, at most so many of at least so many rows. p panels compute
+# (p + 1) / 2p of the square, but thin ones run at a lower rate, and many take long to compile.
+PANELS = 8
+PANEL_ROWS = 64
 FEW_LAGS = 16  # of which each is a product of its own
 EPSILON = 1e-6  # of the norm of queries and keys
 
@@ -77,13 +78,13 @@ def triangular_conv(
     """
     tokens = x.shape[1]
     heads, taps = (weight if lags is None else lags).shape[:2]
-    parts = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
+    x_by_head = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
     y = None
     for tap in range(taps):
-        inputs = seen_by_tap(parts, tap, taps)
+        inputs = seen_by_tap(x_by_head, tap, taps)
         if lags is None:
-            mask = weight[:, tap, :tokens, :tokens].tril().to(x.dtype)
-            mixed = by_each_head(mask, inputs)
+            triangle = weight[:, tap, :tokens, :tokens].tril().to(x.dtype)
+            mixed = by_each_head(triangle, inputs)
         else:
             mixed = mix_by_lag(inputs, lags[:, tap].to(x.dtype))
         y = mixed if y is None else y + mixed
@@ -94,38 +95,39 @@ def triangular_conv(
     return y.contiguous()  # of one text or token, a transposed view may have come so far
 
 
-def mix_by_lag(parts: Tensor, lags: Tensor) -> Tensor:
-    """y[i] = sum over lags k of lags[h, k] * parts[i - k], for parts (heads, batch, tokens, width)
-    and lags (heads, window), in work and memory of tokens times window.
+def mix_by_lag(x: Tensor, lags: Tensor) -> Tensor:
+    """y[i] = sum over lags k of lags[h, k] * x[i - k], for x (heads, batch, tokens, width) and lags
+    (heads, window), in work and memory of tokens times window.
     """
-    tokens, window = parts.shape[2], lags.shape[-1]
+    tokens = x.shape[2]
+    window = lags.shape[-1]
     if window <= FEW_LAGS:
-        earlier = F.pad(parts, (0, 0, window - 1, 0))
-        y = torch.zeros_like(parts)
+        earlier = F.pad(x, (0, 0, window - 1, 0))
+        y = torch.zeros_like(x)
         for lag in range(window):
             shifted = earlier.narrow(2, window - 1 - lag, tokens)
             y = y + lags[:, None, lag, None, None] * shifted
         return y
     # Of torch.export; a number of panels would fix the number of tokens.
     if isinstance(tokens, torch.SymInt) or tokens <= 2 * window:
-        return by_each_head(toeplitz(for_tokens(tokens, lags), tokens), parts)
+        return by_each_head(toeplitz(for_tokens(tokens, lags), tokens), x)
     # Panels of `window` rows, of which all have the same weights: row r of a panel has lag k at
     # column r + window - 1 - k.
     columns = torch.arange(2 * window - 1, device=lags.device)
     band = lags_at(lags, columns[:window, None] + window - 1 - columns)
-    padded = F.pad(parts, (0, 0, window - 1, -tokens % window))
+    padded = F.pad(x, (0, 0, window - 1, -tokens % window))
     panels = padded.unfold(2, 2 * window - 1, window)  # (heads, batch, panels, width, columns)
     y = torch.einsum("hrc,hbpwc->hbprw", band, panels)
     return y.flatten(2, 3)[:, :, :tokens]
 
 
-def by_each_head(matrix: Tensor, parts: Tensor) -> Tensor:
-    """matrix (heads, tokens, tokens) @ parts (heads, batch, tokens, width)."""
-    if len(matrix) == 1 or parts.is_cuda:
-        return torch.matmul(matrix[:, None], parts)
+def by_each_head(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix (heads, tokens, tokens) @ x (heads, batch, tokens, width)."""
+    if len(matrix) == 1 or x.is_cuda:
+        return torch.matmul(matrix[:, None], x)
     # All samples in one product: torch.matmul would copy the matrix for each sample, and on a CPU
     # those copies are what takes time.
-    return torch.einsum("hij,hbjc->hbic", matrix, parts)
+    return torch.einsum("hij,hbjc->hbic", matrix, x)
 
 
 def mix_rows(
@@ -196,7 +198,9 @@ def turn(
     if norm:
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + EPSILON)
     if rotation is not None:
-        cos, sin = (part[:, :, None] for part in rotation)  # the same for all heads
+        cosines, sines = rotation
+        cos = cosines[:, :, None]  # the same for all heads
+        sin = sines[:, :, None]
         left, right = y.chunk(2, -1)
         y = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
     y = y.flatten(-2)
@@ -217,26 +221,44 @@ def keyed_conv(
     """Keyed mixing of whole texts, one panel of rows after another: memory holds only the products
     of one panel's queries with the keys up to its last row.
     """
-    tokens, (heads, context), found = query.shape[1], bias.shape, []
+    tokens = query.shape[1]
+    heads, context = bias.shape
     if weight is None and tokens <= context:  # past it, a square would be larger than all else
         weight = weight_by_lag(lags, decay, tokens)
     bias = for_positions(tokens, bias)
-    query, key, value = (by_head(part, heads) for part in (query, key, value))
+    query = by_head(query, heads)
+    key = by_head(key, heads)
+    value = by_head(value, heads)
     positions = torch.arange(tokens, device=query.device)
-    # Of torch.export; a loop over panels would fix the number of tokens.
-    any_length = isinstance(tokens, torch.SymInt)
-    height = tokens if any_length else max(PANEL_ROWS, min(-(-tokens // PANELS), context))
-    for start in [0] if any_length else range(0, tokens, height):
-        end, first = min(start + height, tokens), max(0, start + 1 - context)
-        part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
-        places = positions[None, start:end] - first
-        lag = lags_from(places, end - first)
+    if isinstance(tokens, torch.SymInt):
+        # Of torch.export: a loop over panels would fix the number of tokens.
+        height = tokens
+        starts = [0]
+    else:
+        height = max(PANEL_ROWS, min(-(-tokens // PANELS), context))
+        starts = range(0, tokens, height)
+    outputs = []
+    for start in starts:
+        end = min(start + height, tokens)
+        first = max(0, start + 1 - context)  # the first key that a query of this panel reads
+        panel_positions = positions[None, start:end] - first
+        lag = lags_from(panel_positions, end - first)
         if weight is None:
-            rows = rows_by_lag(lags, decay, places, lag)[0, :, 0]
+            rows = rows_by_lag(lags, decay, panel_positions, lag)[0, :, 0]
         else:
             rows = weight[:, 0, start:end, first:end].tril(start - first)
-        found.append(mix_keyed(*part, rows, bias[:, start:end], places, lag, context))
-    return torch.cat(found, 1)
+        output = mix_keyed(
+            query[:, :, start:end],
+            key[:, :, first:end],
+            value[:, :, first:end],
+            rows,
+            bias[:, start:end],
+            panel_positions,
+            lag,
+            context,
+        )
+        outputs.append(output)
+    return torch.cat(outputs, 1)
 
 
 def mix_keyed(
@@ -264,12 +286,12 @@ def mix_keyed(
     """
     products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
     seen = is_seen(lag, positions, context)
-    wide = torch.promote_types(products.dtype, torch.float32)
-    scores = products.to(wide) * query.shape[-1] ** -0.5
+    match_dtype = torch.promote_types(products.dtype, torch.float32)
+    scores = products.to(match_dtype) * query.shape[-1] ** -0.5
     count = (positions[:, None, :, None] + 1).clamp(max=context)
-    # 1 where all fit alike
-    fits = scores.masked_fill(~seen, -torch.inf).softmax(-1) * count
-    y = (fits * rows.to(wide)).to(value.dtype) @ value
+    # 1 where all keys match alike
+    matches = scores.masked_fill(~seen, -torch.inf).softmax(-1) * count
+    y = (matches * rows.to(match_dtype)).to(value.dtype) @ value
     return (y + bias[..., None].to(y.dtype)).transpose(1, 2).flatten(2)
 
 
@@ -280,9 +302,10 @@ def keyed_rows(
     memory (batch, heads, length, size of a key + channels of a head). rows, bias and positions are
     those of `mix_rows`; lag (batch or 1, new, length) is how far back each column stands.
     """
-    key, value = memory.split([query.shape[-1], memory.shape[-1] - query.shape[-1]], -1)
-    own, context = at(positions, bias), bias.shape[-1]
-    return mix_keyed(query, key, value, rows[:, :, 0], own, positions, lag, context)
+    key_size = query.shape[-1]
+    key, value = memory.split([key_size, memory.shape[-1] - key_size], -1)
+    biases = at(positions, bias)
+    return mix_keyed(query, key, value, rows[:, :, 0], biases, positions, lag, bias.shape[-1])
 
 
 def lags_from(positions: Tensor, length: int) -> Tensor:
@@ -322,8 +345,8 @@ def last_rows(rows: Tensor, positions: Tensor, columns: int) -> Tensor:
     column = torch.arange(min(columns, rows.shape[2]), device=rows.device)
     position = last - (last - column) % columns  # the last one that has this column
     source = position.clamp(min=0)[:, None, :, None]
-    there = rows.gather(2, source.expand(*rows.shape[:2], -1, rows.shape[3]))
-    return there.masked_fill((position < 0)[:, None, :, None], 0)
+    ring = rows.gather(2, source.expand(*rows.shape[:2], -1, rows.shape[3]))
+    return ring.masked_fill((position < 0)[:, None, :, None], 0)
 
 
 def mix_row(
@@ -345,16 +368,17 @@ def mix_row(
 
 def for_tokens(tokens: int, lags: Tensor) -> Tensor:
     """Numbers by lag, (..., window), with zeros for further lags of `tokens` tokens."""
-    more = tokens - lags.shape[-1]
-    return lags if more <= 0 else F.pad(lags, (0, more))
+    missing = tokens - lags.shape[-1]
+    return lags if missing <= 0 else F.pad(lags, (0, missing))
 
 
 def for_positions(tokens: int, numbers: Tensor) -> Tensor:
     """Numbers by position, (..., context), for `tokens` tokens: later ones repeat the last."""
-    more = tokens - numbers.shape[-1]
-    if more <= 0:
+    missing = tokens - numbers.shape[-1]
+    if missing <= 0:
         return numbers
-    return torch.cat([numbers, numbers[..., -1:].expand(*numbers.shape[:-1], more)], -1)
+    last = numbers[..., -1:]
+    return torch.cat([numbers, last.expand(*numbers.shape[:-1], missing)], -1)
 
 
 def at(positions: Tensor, numbers: Tensor) -> Tensor:
@@ -378,8 +402,8 @@ def toeplitz(lags: Tensor, tokens: int) -> Tensor:
 
 def lags_at(lags: Tensor, lag: Tensor) -> Tensor:
     """lags[..., lag], zero where there is no such lag: (..., context) -> (..., *shape of lag)."""
-    known = lag.clamp(0, lags.shape[-1] - 1)
-    return torch.where(lag == known, lags[..., known], 0)
+    index = lag.clamp(0, lags.shape[-1] - 1)
+    return torch.where(lag == index, lags[..., index], 0)
 
 
 def falling(decay: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -429,7 +453,8 @@ def diagonal_sums(matrix: Tensor) -> Tensor:
     # diagonal but for its last number. Column c is the diagonal of lag context + 1 - c, behind the
     # end of one above the main diagonal.
     skewed = matrix.flatten(-2)[..., :-1].unflatten(-1, (context - 1, context + 1))
-    place = torch.arange(context + 1, device=matrix.device)
-    live = (place == 0) | (place[: context - 1, None] + place >= context)
-    sums = torch.where(live, skewed, 0).sum(-2)
+    row = torch.arange(context - 1, device=matrix.device)[:, None]
+    column = torch.arange(context + 1, device=matrix.device)
+    on_or_below = (column == 0) | (row + column >= context)
+    sums = torch.where(on_or_below, skewed, 0).sum(-2)
     return torch.cat([sums[..., :1] + matrix[..., -1, -1:], sums[..., 2:].flip(-1)], -1)

@@ -70,16 +70,26 @@ def triangular_conv(
     of x may spread to other tokens of the same block of 64, as it does in a dense product, but
     never to earlier blocks; with lags, also to later tokens than its window reaches.
     """
-    parts = {"weight": weight, "lags": lags, "bias": bias, "residual": residual}
-    parts = {"x": x} | {name: part for name, part in parts.items() if part is not None}
-    if odd := [f"{n} {type(t).__name__}" for n, t in parts.items() if not isinstance(t, Tensor)]:
-        raise TypeError(f"triangular_conv got {', '.join(odd)}; allowed: torch tensors")
+    _check_types(x, weight, lags, bias, residual)
     x, residual = in_autocast_dtype(x, residual)
     _check(x, weight, lags, bias, residual, backend)
-    given = weight if lags is None else lags
-    if kernels_take(backend, x, given.shape[0]):
-        return cuda.triangular_conv(x, given, bias, residual)
+    mixing = weight if lags is None else lags
+    if kernels_take(backend, x, mixing.shape[0]):
+        return cuda.triangular_conv(x, mixing, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
+
+
+def _check_types(x, weight, lags, bias, residual) -> None:
+    optional = {"weight": weight, "lags": lags, "bias": bias, "residual": residual}
+    arguments = {"x": x}
+    arguments |= {name: value for name, value in optional.items() if value is not None}
+    wrong = [
+        f"{name} {type(value).__name__}"
+        for name, value in arguments.items()
+        if not isinstance(value, Tensor)
+    ]
+    if wrong:
+        raise TypeError(f"triangular_conv got {', '.join(wrong)}; allowed: torch tensors")
 
 
 def _check(x, weight, lags, bias, residual, backend) -> None:
@@ -91,28 +101,32 @@ def _check(x, weight, lags, bias, residual, backend) -> None:
     )
     tensors = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
     rules = _rules(x, weight, lags, bias, residual)
-    require(rules, backend, "triangular_conv", allowed, **tensors)
+    require(rules, backend, "triangular_conv", allowed, tensors)
 
 
 def _rules(x, weight, lags, bias, residual) -> Iterator[tuple[str, bool]]:
     """What the tensors must be, and whether they are. A rule holds only if those before it do."""
     yield "either weight or lags", (weight is None) != (lags is None)
-    given, name = (weight, "weight") if lags is None else (lags, "lags")
+    by_lag = lags is not None
+    name = "lags" if by_lag else "weight"
+    mixing = lags if by_lag else weight
+    dimensions = 3 if by_lag else 4
     yield "x of 3 dimensions", x.dim() == 3
     yield "x in bfloat16, float16, float32 or float64", x.dtype in DTYPES
-    yield f"{name} of {4 if lags is None else 3} dimensions", given.dim() == 3 + (lags is None)
-    heads, last = given.shape[0], given.shape[-1]
-    sizes = (*x.shape[1:], *given.shape)
+    yield f"{name} of {dimensions} dimensions", mixing.dim() == dimensions
+    heads = mixing.shape[0]
+    context = mixing.shape[-1]  # by lag, the window
+    sizes = (*x.shape[1:], *mixing.shape)
     yield f"x and {name} with 1 or more in each dimension", all(size > 0 for size in sizes)
-    yield "a square weight, (context, context)", lags is not None or given.shape[2] == last
-    yield "a context of all tokens", lags is not None or x.shape[1] <= last
+    yield "a square weight, (context, context)", by_lag or mixing.shape[2] == context
+    yield "a context of all tokens", by_lag or x.shape[1] <= context
     yield "heads that divide the channels", x.shape[2] % heads == 0
-    yield f"{name} in x's dtype or float32", given.dtype in (x.dtype, torch.float32)
+    yield f"{name} in x's dtype or float32", mixing.dtype in (x.dtype, torch.float32)
     if bias is not None:
         yield "bias of 2 dimensions", bias.dim() == 2
         fits = bias.shape[0] == heads and bias.shape[1] > 0
-        yield "bias (heads, context)", fits and (lags is not None or bias.shape[1] == last)
-        yield f"bias in the dtype of {name}", bias.dtype == given.dtype
+        yield "bias (heads, context)", fits and (by_lag or bias.shape[1] == context)
+        yield f"bias in the dtype of {name}", bias.dtype == mixing.dtype
     if residual is not None:
         yield "residual of x's shape", residual.shape == x.shape
         yield "residual in x's dtype", residual.dtype == x.dtype
@@ -126,14 +140,14 @@ def require(
     backend: str,
     operator: str,
     allowed: str,
-    **given: Tensor | None,
+    arguments: dict[str, Tensor | None],
 ) -> None:
     """Raises ValueError for an unknown backend, and for tensors that break a rule, the first of
     which it says first, or are on different devices: kernels would read and write out of bounds.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    tensors = {name: tensor for name, tensor in arguments.items() if tensor is not None}
     broken = next((rule for rule, holds in rules if not holds), None)
     if broken is None and on_one_device(*tensors.values()):
         return
@@ -189,14 +203,15 @@ def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_ali
 
 
 def difference(
-    results: Iterable[Tensor], wanted: Iterable[Tensor], names: Iterable[str]
+    results: Iterable[Tensor], expected: Iterable[Tensor], names: Iterable[str]
 ) -> str | None:
     """Says which result differs from plain PyTorch's by more than rounding; None if none does."""
-    for name, ours, theirs in zip(names, results, wanted, strict=True):
-        off, size = (tensor.norm(dtype=torch.float32) for tensor in (ours - theirs, theirs))
-        if not off <= MOST_APART * size:  # NaN is no result either
+    for name, ours, theirs in zip(names, results, expected, strict=True):
+        error = (ours - theirs).norm(dtype=torch.float32)
+        size = theirs.norm(dtype=torch.float32)
+        if not error <= MOST_APART * size:  # NaN is no result either
             return (
-                f"its results are wrong on this GPU: {name} differs by {(off / size).item():.1e} "
+                f"its results are wrong on this GPU: {name} differs by {(error / size).item():.1e} "
                 "from plain PyTorch's"
             )
     return None
@@ -252,7 +267,10 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
     The first call on a device builds the kernels, so it must not come inside a graph capture.
     """
     batch, heads, length, width = memory.shape
-    context, read = weight.shape[-1], (memory, x, weight, bias, x if residual is None else residual)
+    context = weight.shape[-1]
+    read = [memory, x, weight, bias]
+    if residual is not None:
+        read.append(residual)
     fits = (
         x.is_cuda
         and backend in ("auto", "cuda")
@@ -264,7 +282,7 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
         and bias.dtype == weight.dtype
         and positions.dtype == torch.int64
         and x.shape == (batch, 1, heads * width)
-        and (residual is None or residual.shape == x.shape and residual.dtype == x.dtype)
+        and (residual is None or (residual.shape == x.shape and residual.dtype == x.dtype))
         and weight.shape == (heads, 1, context, context)
         and length <= context
         and bias.shape == (heads, context)
@@ -281,9 +299,16 @@ def launch(memory, x, weight, bias, residual, positions) -> Tensor:
     """`mix_row` by the kernel, for arguments that `kernel_serves` has accepted."""
     batch, heads, length, width = memory.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    given = {"memory": memory, "x": x, "weight": weight, "bias": bias, "residual": residual}
-    given |= {"positions": positions, "y": y}
-    params = cuda.params_of(x, (batch, length, heads * width), heads, **given)
+    tensors = {
+        "memory": memory,
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "residual": residual,
+        "positions": positions,
+        "y": y,
+    }
+    params = cuda.params_of(x, (batch, length, heads * width), heads, 0, tensors)
     params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
     params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
     cuda.call("mixer_mix_row", params)

@@ -38,27 +38,31 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def new_figure(**settings):
-    """A figure in our style, which needs no display and none of pyplot's global state."""
+def new_figure(figsize: tuple[float, float] | None = None, layout: str | None = None):
+    """A figure in our style, which needs no display and none of pyplot's global state. figsize:
+    (width, height) in inches. layout: one of matplotlib's, in place of the style's.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
-    return Figure(**settings)
+    return Figure(figsize=figsize, layout=layout)
 
 
 @contextmanager
-def curves(output: Path, title: str, x: str, y: str) -> Iterator:
+def curves(output: Path, title: str, xlabel: str, ylabel: str) -> Iterator:
     """Yields axes to draw curves on, and saves them; a legend that would cover any goes outside."""
     figure = new_figure(figsize=(8.4, 4.8))
     axes = figure.add_subplot()
     yield axes
-    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     legend = axes.legend(loc="upper right")
     figure.draw_without_rendering()  # places the legend
     box = legend.get_window_extent().padded(6)
     paths = [line.get_path().transformed(line.get_transform()) for line in axes.lines]
-    if any(p.intersects_bbox(box, filled=False) or box.count_contains(p.vertices) for p in paths):
+    covers_line = any(path.intersects_bbox(box, filled=False) for path in paths)
+    covers_point = any(box.count_contains(path.vertices) for path in paths)
+    if covers_line or covers_point:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         figure.set_figwidth(figure.get_figwidth() + box.width / figure.dpi)
     figure.savefig(output)
@@ -82,14 +86,15 @@ def log_axis(axis, base: int = 2, factors: tuple[float, ...] = (1, 1.25, 1.5, 1.
 
 def plot_loss_by_position(results: list[dict], output: Path) -> None:
     """Draws evaluations' losses by position, from 1, and marks a context shorter than windows."""
-    x, y = "tokens before the predicted one", "loss (nats per token)"
-    with curves(output, "Loss by position", x, y) as axes:
+    xlabel = "tokens before the predicted one"
+    with curves(output, "Loss by position", xlabel, "loss (nats per token)") as axes:
         for number, result in enumerate(results):
+            colour = f"C{number}"
             values = np.array(result["loss_by_position"], dtype=float)  # None is NaN
             counts = np.array(result["count_by_position"])
             # With a stride below the window, only a stream's first window has the early positions.
             values[10 * counts < counts.max()] = np.nan
-            positions, colour = np.arange(1, len(values) + 1), f"C{number}"
+            positions = np.arange(1, len(values) + 1)
             axes.plot(positions, values, color=colour, alpha=0.22, linewidth=0.8)
             centres, means = log_means(positions, values)
             label = f"{short_name(result['label'])}: {means[-1]:.3f} at the end"
@@ -99,16 +104,18 @@ def plot_loss_by_position(results: list[dict], output: Path) -> None:
         log_axis(axes.xaxis)
 
 
-def log_means(places: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
+def log_means(positions: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
     """Centres and means over ranges that widen in proportion to where they are, without NaN."""
     count = len(values)
     edges = np.geomspace(1, count + 1, max(2, round(4 * np.log2(count + 1)))).round()
     edges = np.unique(edges.astype(int)) - 1
-    centres, means = [], []
+    centres = []
+    means = []
     for low, high in itertools.pairwise(edges):
-        known = ~np.isnan(values[low:high])
-        if known.any():
-            place = places[low:high][known]
-            centres.append(float(np.sqrt(float(place[0]) * float(place[-1]))))
-            means.append(float(values[low:high][known].mean()))
+        is_number = ~np.isnan(values[low:high])
+        if is_number.any():
+            range_positions = positions[low:high][is_number]
+            # The geometric mean of its ends is the middle of a range on a logarithmic axis.
+            centres.append(float(np.sqrt(float(range_positions[0]) * float(range_positions[-1]))))
+            means.append(float(values[low:high][is_number].mean()))
     return centres, means

@@ -11,11 +11,17 @@ from mixer.common.errors import Say, UserError, say_on_stderr
 from mixer.common.files import as_path
 from mixer.common.terminal import counted
 
-WIDTH, METRICS = 100, "metrics.jsonl"
-# The one form of each quantity in tables. LOSS is also that of bits per byte; pictures may have
-# fewer decimals.
-LOSS, PERPLEXITY, ACCURACY, TOP1, COUNT = ".4f", ",.2f", ".2%", ".1%", ",.0f"
-SECONDS, SPEED, MEMORY = ".1f", ",.0f", ".1f"
+WIDTH = 100
+METRICS = "metrics.jsonl"
+# The one form of each quantity in tables; pictures may have fewer decimals.
+LOSS = ".4f"  # also of bits per byte
+PERPLEXITY = ",.2f"
+ACCURACY = ".2%"
+TOP1 = ".1%"
+COUNT = ",.0f"
+SECONDS = ".1f"
+SPEED = ",.0f"
+MEMORY = ".1f"
 
 
 def read_metrics(path: str | Path) -> list[dict]:
@@ -24,14 +30,13 @@ def read_metrics(path: str | Path) -> list[dict]:
     file = path / METRICS if path.is_dir() else path
     lines = [line for _, line in readable_lines(file, say_on_stderr)] if file.is_file() else []
     if not lines:
-        problem, runs = "has no line that can be read", []
+        problem = "has no line that can be read" if file.exists() else "does not exist"
+        runs = []
         if not file.exists():  # of a checkpoint, or of the folder of all runs
-            problem = "does not exist"
-            runs = [
-                run for run in (path.parent, *sorted(path.glob("*"))) if (run / METRICS).is_file()
-            ]
-        give = " or ".join(map(str, runs[:4])) or "a run that has logged a step"
-        raise UserError(f"{file} {problem}: give {give}")
+            nearby = [path.parent, *sorted(path.glob("*"))]
+            runs = [folder for folder in nearby if (folder / METRICS).is_file()]
+        advice = " or ".join(map(str, runs[:4])) or "a run that has logged a step"
+        raise UserError(f"{file} {problem}: give {advice}")
     return lines
 
 
@@ -41,9 +46,10 @@ def readable_lines(path: Path, say: Say) -> list[tuple[str, dict]]:
     """
     texts = path.read_bytes().split(b"\n")
     pairs = [(text, _content(text)) for text in texts]
-    if damaged := sum(bool(text.strip()) and line is None for text, line in pairs[:-1]):
-        kind = 'no JSON object with an integer "step" and finite numbers'
-        say(f"{path}: left out {counted(damaged, 'line')}, {kind}")
+    damaged = [text for text, line in pairs[:-1] if text.strip() and line is None]
+    if damaged:
+        reason = 'no JSON object with an integer "step" and finite numbers'
+        say(f"{path}: left out {counted(len(damaged), 'line')}, {reason}")
     return [(text.decode(), line) for text, line in pairs if line is not None]
 
 
@@ -72,25 +78,34 @@ def table(rows: list[dict], keys: int = 1) -> str:
     columns = []
     for title in rows[0]:
         cells = [title, *(format_number(row[title]) for row in rows)]
-        width, pad, end = max(3, *map(len, cells)), str.rjust, ":"
-        if not columns:
-            pad, end = str.ljust, "-"
-        title, *cells = (pad(cell, width) for cell in cells)
-        columns.append([title, "-" * (width - 1) + end, *cells])
-    parts = [columns[:keys]]
+        width = max(3, *map(len, cells))
+        is_first = not columns
+        rule = "-" * width if is_first else "-" * (width - 1) + ":"
+        title, *cells = (cell.ljust(width) if is_first else cell.rjust(width) for cell in cells)
+        columns.append([title, rule, *cells])
+    tables = [columns[:keys]]
     for column in columns[keys:]:
-        if len(parts[-1]) > keys and sum(len(c[0]) + 3 for c in [*parts[-1], column]) >= WIDTH:
-            parts.append(columns[:keys])
-        parts[-1].append(column)
-    lines = ([f"| {' | '.join(line)} |" for line in zip(*part, strict=True)] for part in parts)
-    return "\n\n".join(map("\n".join, lines))
+        width = sum(len(title) + len(" | ") for title, *_ in [*tables[-1], column])
+        if width >= WIDTH and len(tables[-1]) > keys:
+            tables.append(columns[:keys])
+        tables[-1].append(column)
+    return "\n\n".join(map(_joined_columns, tables))
 
 
-def wrapped(text: str, first: str = "", others: str = "") -> str:
-    """Text in lines of at most WIDTH columns, which begin with `first` and `others`."""
-    how = {"break_long_words": False, "break_on_hyphens": False}
-    how |= {"initial_indent": first, "subsequent_indent": others}
-    return textwrap.fill(text, WIDTH - 10, **how)  # room for an indent
+def _joined_columns(columns: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+
+
+def wrapped(text: str, first_indent: str = "", indent: str = "") -> str:
+    """Text in lines of at most WIDTH columns; `indent` begins all lines but the first."""
+    return textwrap.fill(
+        text,
+        WIDTH - 10,  # room for an indent
+        initial_indent=first_indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def in_form(value: float | None, form: str) -> str:

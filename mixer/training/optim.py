@@ -58,8 +58,8 @@ def kinds_of(model: nn.Module) -> Kinds:
                 is_matrix = isinstance(module, nn.Linear) and module is not output
                 field_name = "matrices" if is_matrix else "embeddings"
             getattr(kinds, field_name).append(parameter)
-            if field_name == "matrices" and len(getattr(module, "parts", ())) > 1:
-                kinds.rows[parameter] = module.parts
+            if field_name == "matrices" and len(getattr(module, "projection_sizes", ())) > 1:
+                kinds.rows[parameter] = module.projection_sizes
     return kinds
 
 

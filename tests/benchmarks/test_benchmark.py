@@ -31,15 +31,15 @@ def benchmark(monkeypatch):
 
 
 def measure(benchmark, monkeypatch, output: Path, *options: str) -> tuple[dict, str]:
-    given = [*TOY, "--tokens", "48", "--output", str(output), *options]
-    monkeypatch.setattr(sys, "argv", ["token_mixing.py", *given])
+    arguments = [*TOY, "--tokens", "48", "--output", str(output), *options]
+    monkeypatch.setattr(sys, "argv", ["token_mixing.py", *arguments])
     benchmark.main()
     return results(output)
 
 
 def results(output: Path) -> tuple[dict, str]:
-    data, text = output.with_suffix(".json"), output.with_suffix(".md")
-    return json.loads(data.read_text()), text.read_text()
+    result = json.loads(output.with_suffix(".json").read_text())
+    return result, output.with_suffix(".md").read_text()
 
 
 def row(case: dict, name: str) -> dict:
@@ -54,7 +54,8 @@ def forward_line(text: str) -> list[str]:
 
 
 def test_measures_and_draws_without_matplotlib_but_for_the_picture(tmp_path):
-    output, program = tmp_path / "results" / "toy", tmp_path / "program.py"
+    output = tmp_path / "results" / "toy"
+    program = tmp_path / "program.py"
     program.write_text(
         "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'benchmarks'); import "
         "token_mixing as t; t.main()"
@@ -63,19 +64,22 @@ def test_measures_and_draws_without_matplotlib_but_for_the_picture(tmp_path):
     run_python(*command, output=tmp_path / "printed")
     result, text = results(output)
     assert result["hardware"]["device"] == "cpu"
-    cases = {(case["suite"], case["operation"], case["tokens"]): case for case in result["cases"]}
+    cases = {}
+    for case in result["cases"]:
+        cases[case["suite"], case["operation"], case["tokens"]] = case
     operations = "forward grad_input grad_weight fused pack autograd".split()
     main = {("main", name, tokens) for name in operations for tokens in (48, 128)}
     assert main == {key for key in cases if key[0] == "main"}
     assert ("sweep", "autograd", 128) in cases
     for case in result["cases"]:
         assert case["floor_ms"] > 0
-        for one in case["variants"]:
-            assert one["failure"] is None and one["error"] < 5e-3 and one["ms"] > 0, (case, one)
-    families = {one["family"] for one in cases["main", "forward", 48]["variants"]}
+        for variant in case["variants"]:
+            assert variant["failure"] is None and variant["error"] < 5e-3, (case, variant)
+            assert variant["ms"] > 0
+    families = {variant["family"] for variant in cases["main", "forward", 48]["variants"]}
     assert families == {"ours", "dense", "Conv1d", "panels"}
-    named = {one["name"] for one in cases["main", "autograd", 48]["variants"]}
-    assert {"ours", "ours, by lag", "Conv1d, compiled", "matmul, compiled"} < named
+    names = {variant["name"] for variant in cases["main", "autograd", 48]["variants"]}
+    assert {"ours", "ours, by lag", "Conv1d, compiled", "matmul, compiled"} < names
     assert "Without a number" not in text and "commit abc123" in text
     draws_from_json_alone(output, tmp_path)
 
@@ -131,8 +135,9 @@ def test_every_alternative_is_right_with_heads(benchmark, heads):
     with plain_kernels.replacing_the_kernels():
         data = benchmark.Data(shape, "cpu")
         for operation in benchmark.SWEEP_OPERATIONS:
-            for found in benchmark.checked(operation, data, compiled=False)[1]:
-                assert found["failure"] is None and found["error"] < 1e-5, (operation, found)
+            _, rows = benchmark.checked(operation, data, compiled=False)
+            for row in rows:
+                assert row["failure"] is None and row["error"] < 1e-5, (operation, row)
 
 
 def test_what_stands_in_for_the_kernels_is_called_as_they_are():
@@ -159,22 +164,24 @@ def test_generation_is_measured_against_other_caches_and_a_llama(tmp_path, optio
     run_python(*command, output=tmp_path / "printed")
     result, text = results(tmp_path / "toy")
     measured = [(row["model"], row["cache"], row["batch"]) for row in result["generate"]]
-    assert measured == [(*kind, batch) for batch in (1, 2) for kind in GENERATED[option]]
+    assert measured == [
+        (model, cache, batch) for batch in (1, 2) for model, cache in GENERATED[option]
+    ]
     assert all(math.isfinite(row["tokens_per_second"]) for row in result["generate"])
     assert "commit abc123" in text
 
 
 def test_a_training_step_is_timed(tmp_path):
     small = "--device cpu --batch-tokens 96 --hidden 32 --layers 2 --vocabulary 100 --rounds 2"
-    forms, output = "eager,reference", tmp_path / "results" / "step"
+    output = tmp_path / "results" / "step"
     options = [*small.split(), "--batch-ms", 1, "--commit", "abc123", "--tokens", "32,48"]
-    options += ["--forms", forms, "--output", output]
+    options += ["--forms", "eager,reference", "--output", output]
     script = ROOT / "benchmarks" / "training_step.py"
     run_python(script, *options, output=tmp_path / "printed", directory=tmp_path)
     result, text = results(output)
     assert [(case["tokens"], case["batch"]) for case in result["cases"]] == [(32, 3), (48, 2)]
     for case in result["cases"]:
-        assert list(case["forms"]) == forms.split(",")
+        assert list(case["forms"]) == ["eager", "reference"]
         for row in case["forms"].values():
             assert row["ms"] > 0 and row["losses"][2] < row["losses"][0]
     assert "| eager: ours, eager |" in text
@@ -182,7 +189,8 @@ def test_a_training_step_is_timed(tmp_path):
 
 @pytest.mark.slow
 def test_what_several_processes_do_together_is_measured_once(tmp_path):
-    script, output = ROOT / "benchmarks" / "several_gpus.py", tmp_path / "several"
+    script = ROOT / "benchmarks" / "several_gpus.py"
+    output = tmp_path / "several"
     options = ["--processes", "1,2", "--repeats", 1, "--kills", 1, "--output", output]
     options += ["--only", "start", "fsdp", "kill", "resume", "--commit", "abc123"]
     small = ["model.hidden_size=16", "model.num_hidden_layers=1", "train.mixed_precision=no"]

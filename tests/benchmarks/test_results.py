@@ -29,7 +29,7 @@ RESULTS = [data for data in sorted((BENCHMARKS / "results").glob("*.json")) if m
 @pytest.mark.parametrize("data", RESULTS, ids=lambda data: data.stem)
 def test_no_number_of_a_report_was_written_by_hand(data, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    made = importlib.import_module(module_of(data)).table(json.loads(data.read_text()))
+    table = importlib.import_module(module_of(data)).table(json.loads(data.read_text()))
     written = data.with_suffix(".md").read_text()
     pictures = [line for line in written.splitlines() if line.startswith("![")]
-    assert written.split() == " ".join([made, *pictures]).split()
+    assert written.split() == " ".join([table, *pictures]).split()

@@ -1,6 +1,7 @@
 """The package works where only its wheel is installed, without a checkout."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,5 +67,9 @@ def test_the_operator_training_the_doctor_and_the_kernels_sources_are_installed(
     assert Path(place) == installed / "mixer" / "__init__.py"
     assert "step 2/2" in said and f"torch: {torch.__version__}" in said
     assert '"step": 2,' in (tmp_path / "runs/run/metrics.jsonl").read_text()
+    arguments = [sys.executable, "-X", "importtime", installed / "bin" / "mixer", "train", "a=1"]
+    script = subprocess.run(arguments, cwd=tmp_path, env=environment, **how)
+    assert script.returncode == 2 and "unknown key a" in script.stderr
+    assert not re.search(r"\| +torch$", script.stderr, re.MULTILINE)
     sources = {file.name for file in (ROOT / "mixer/ops/csrc").iterdir()}
     assert {file.name for file in (installed / "mixer/ops/csrc").iterdir()} == sources

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from mixer.common.errors import UserError
 from mixer.data import prepare as preparation
 from mixer.data.config import DataConfig, Manifest
-from mixer.data.prepare import prepare, results
+from mixer.data.prepare import parallel_map, prepare
 from mixer.data.samples import TokenFile
 from mixer.data.tokenizer import train_tokenizer
 
@@ -303,5 +303,5 @@ def test_a_killed_preparation_leaves_nothing_that_passes_for_data(
 
 def test_a_worker_that_is_killed_is_named_and_the_others_end():
     with pytest.raises(UserError, match="worker process was killed.*data.workers"):
-        list(results(lambda job: os.kill(os.getpid(), signal.SIGKILL), range(5), 2))
+        list(parallel_map(lambda job: os.kill(os.getpid(), signal.SIGKILL), range(5), 2))
     assert not multiprocessing.active_children()

@@ -94,7 +94,7 @@ def test_a_huge_document_is_cut_into_pieces_and_comes_back(tmp_path):
 @pytest.mark.parametrize("length", [30, 300])
 def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length):
     """Neither by the words that the encoder keeps, nor by those that the BPE is trained on."""
-    monkeypatch.setattr(module, "KEPT_BYTES", 1_000_000)
+    monkeypatch.setattr(module, "CACHE_BYTES", 1_000_000)
     monkeypatch.setattr(module, "DISTINCT_BYTES", 200_000)
     generator, read = random.Random(0), 0
 
@@ -118,7 +118,7 @@ def test_a_language_without_spaces_does_not_fill_the_memory(monkeypatch, length)
 
 def test_tokens_are_those_of_the_tokenizer_itself(monkeypatch):
     """The words kept never change a token: white space, contractions and scripts of all kinds."""
-    monkeypatch.setattr(module, "KEPT_BYTES", 100_000)  # they are dropped and made again
+    monkeypatch.setattr(module, "CACHE_BYTES", 100_000)  # they are dropped and made again
     trained = train_tokenizer([*made_texts(50), HARD], 400)
     encode, backend = text_encoder(trained), trained.backend_tokenizer
     backend.encode_special_tokens = True

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from random import Random
+
+import yaml
 
 from mixer.training.config import RunConfig
 
@@ -24,93 +26,97 @@ VALUES = [
 ]
 
 
-def keys(kind: type = RunConfig, prefix: str = "") -> list[str]:
+def option_names(config_class: type = RunConfig, prefix: str = "") -> list[str]:
     """All options of a configuration, such as train.steps."""
-    found = []
-    for field in fields(kind):
-        section = hasattr(field.type, "__dataclass_fields__")
+    names = []
+    for field in fields(config_class):
         name = prefix + field.name
-        found += keys(field.type, f"{name}.") if section else [name]
-    return found
+        if is_dataclass(field.type):  # a section
+            names += option_names(field.type, f"{name}.")
+        else:
+            names.append(name)
+    return names
 
 
 def option(random: Random) -> str:
     """An override for the command line; some keys do not exist."""
-    key = random.choice(keys())
+    name = random.choice(option_names())
     if random.random() < 0.1:
-        key = random.choice((key[:-1], f"{key}.x", key.upper(), "", ".", key.split(".")[0]))
-    return f"{key}={random.choice(TEXTS)}"
+        name = random.choice((name[:-1], f"{name}.x", name.upper(), "", ".", name.split(".")[0]))
+    return f"{name}={random.choice(TEXTS)}"
 
 
 def spoil_bytes(file: Path, random: Random) -> str:
     """Changes, adds or removes bytes anywhere."""
     data = bytearray(file.read_bytes())
-    place = random.randrange(len(data) + 1)
+    offset = random.randrange(len(data) + 1)
     size = random.choice((1, 2, 8, 100))
-    how = random.choice(("cut off", "flip", "insert", "remove", "empty", "twice", "noise"))
-    if how == "cut off":
-        del data[place:]
-    elif how == "flip" and data:
-        data[place % len(data)] ^= 1 << random.randrange(8)
-    elif how == "insert":
-        data[place:place] = random.randbytes(size)
-    elif how == "remove":
-        del data[place : place + size]
-    elif how == "empty":
+    change = random.choice(("cut off", "flip", "insert", "remove", "empty", "twice", "noise"))
+    if change == "cut off":
+        del data[offset:]
+    elif change == "flip" and data:
+        data[offset % len(data)] ^= 1 << random.randrange(8)
+    elif change == "insert":
+        data[offset:offset] = random.randbytes(size)
+    elif change == "remove":
+        del data[offset : offset + size]
+    elif change == "empty":
         data.clear()
-    elif how == "twice":
+    elif change == "twice":
         data[len(data) :] = bytes(data)
-    elif how == "noise":
+    elif change == "noise":
         data[:] = random.randbytes(len(data) or 10)
     file.unlink()
     file.write_bytes(data)
-    return f"{how} at {place}"
+    return f"{change} at {offset}"
 
 
 def spoil_file(file: Path, random: Random) -> str:
     """Takes a file away, or puts something else in its place."""
-    how = random.choice(("nothing", "a folder", "a link to nothing", "a link to itself"))
+    replacement = random.choice(("nothing", "a folder", "a link to nothing", "a link to itself"))
     file.unlink()
-    if how == "a folder":
+    if replacement == "a folder":
         file.mkdir()
-    elif how == "a link to nothing":
+    elif replacement == "a link to nothing":
         file.symlink_to("not/there")
-    elif how == "a link to itself":
+    elif replacement == "a link to itself":
         file.symlink_to(file.name)
-    return f"{how} in its place"
+    return f"{replacement} in its place"
 
 
-def spoil_json(file: Path, random: Random) -> str:
-    """Replaces or removes a value anywhere in a JSON file, or in one line of several."""
+def spoil_value(file: Path, random: Random) -> str:
+    """Replaces or removes a value anywhere in a JSON or YAML file, or in one line of several."""
+    is_yaml = file.suffix == ".yaml"
     lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
     number = random.randrange(len(lines))
-    whole = {"root": json.loads(lines[number])}
-    holders = list(_holders(whole))
+    document = {"root": yaml.safe_load(lines[number]) if is_yaml else json.loads(lines[number])}
+    holders = list(_holders(document))
     holder, key = random.choice(holders)
     value = random.choice(VALUES)
-    if random.random() < 0.2 and holder is not whole:
+    if random.random() < 0.2 and holder is not document:
         del holder[key]
-        said = f"no {key!r}"
+        change = f"no {key!r}"
     else:
         holder[key] = value
-        said = f"{key!r} is {value!r:.40}"
-    lines[number] = json.dumps(whole["root"])
+        change = f"{key!r} is {value!r:.40}"
+    root = document["root"]
+    lines[number] = yaml.safe_dump(root) if is_yaml else json.dumps(root)
     file.unlink()
     file.write_text("\n".join(lines) + "\n")
-    return f"line {number + 1}: {said}"
+    return f"line {number + 1}: {change}"
 
 
 def _holders(value):
     """Each (dict or list, key or index) in a JSON value; of a long list only the first few."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value[:5])
-    for key, each in list(inside):
+    items = value.items() if isinstance(value, dict) else enumerate(value[:5])
+    for key, child in list(items):
         yield value, key
-        if isinstance(each, (dict, list)):
-            yield from _holders(each)
+        if isinstance(child, (dict, list)):
+            yield from _holders(child)
 
 
 MUTATIONS: dict[str, Callable[[Path, Random], str]] = {
     "bytes": spoil_bytes,
     "file": spoil_file,
-    "json": spoil_json,
+    "value": spoil_value,
 }

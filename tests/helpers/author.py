@@ -36,29 +36,33 @@ class Heads(nn.Module):
         self.out_proj = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = zip(self.convs, self.proj_head, strict=True)
-        return self.out_proj(torch.cat([masked(layer, proj(x)) for layer, proj in heads], dim=2))
+        heads = [
+            masked(layer, project(x))
+            for layer, project in zip(self.convs, self.proj_head, strict=True)
+        ]
+        return self.out_proj(torch.cat(heads, dim=2))
 
 
 class Block(nn.Module):
-    def __init__(self, kind: str, taps: int | None, hidden: int, width: int, context: int):
+    def __init__(self, mixing: str, taps: int | None, hidden: int, width: int, context: int):
         super().__init__()
-        self.seq_layernorm, self.patch_layernorm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.seq_layernorm = nn.LayerNorm(hidden)
+        self.patch_layernorm = nn.LayerNorm(hidden)
         self.patch_ff = nn.Sequential(nn.Linear(hidden, width), nn.GELU(), nn.Linear(width, hidden))
-        self.kind = kind
-        if kind == "expanded":
+        self.mixing = mixing
+        if mixing == "expanded":
             self.conv = nn.Sequential(conv(context, taps), nn.GELU(), conv(context, taps))
-        elif kind == "flat":
+        elif mixing == "flat":
             self.conv = conv(context, taps)
         else:
-            setattr(self, kind, Heads(hidden, context, taps))
+            setattr(self, mixing, Heads(hidden, context, taps))
 
     def mix(self, x: Tensor) -> Tensor:
-        if self.kind == "flat":
+        if self.mixing == "flat":
             return masked(self.conv, x)
-        if self.kind == "expanded":
+        if self.mixing == "expanded":
             return masked(self.conv[2], F.gelu(masked(self.conv[0], x)))
-        return getattr(self, self.kind)(x)
+        return getattr(self, self.mixing)(x)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mix(self.seq_layernorm(x))
@@ -66,19 +70,23 @@ class Block(nn.Module):
 
 
 class LanguageMixer(nn.Module):
-    """`kind` is flat, expanded, mixerhead or conv."""
+    """`mixing` is flat, expanded, mixerhead or conv."""
 
     def __init__(
-        self, kind="flat", taps=1, width=None, vocabulary=50, hidden=16, blocks=2, context=12
+        self, mixing="flat", taps=1, width=None, vocabulary=50, hidden=16, blocks=2, context=12
     ):
         super().__init__()
         torch.manual_seed(3)
-        sizes = hidden, width or 4 * hidden, context
+        width = width or 4 * hidden
         self.wte = nn.Embedding(vocabulary, hidden)
-        self.mixerblocks = nn.ModuleList(Block(kind, taps, *sizes) for _ in range(blocks))
+        self.mixerblocks = nn.ModuleList(
+            Block(mixing, taps, hidden, width, context) for _ in range(blocks)
+        )
         self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
-        for norm in (part for part in self.modules() if isinstance(part, nn.LayerNorm)):
-            nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.wte(input_ids)
@@ -88,7 +96,12 @@ class LanguageMixer(nn.Module):
 
 
 def losses_of(
-    model: nn.Module, batches: Iterable[Tensor], padding: int, steps: int, warmup: int, rate: float
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    padding: int,
+    steps: int,
+    warmup: int,
+    rate: float,
 ) -> list[float]:
     """Trains a model as the author does: the mean loss of a batch's tokens that are not padding,
     gradients clipped at 1, AdamW without weight decay, and a linear schedule.

@@ -2,8 +2,6 @@
 trains, before it does.
 """
 
-import itertools
-
 import torch
 
 from mixer.training import loop, passes
@@ -21,7 +19,7 @@ def scaled_in_fp32(init_scale: float = 2.0**127) -> None:
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=5)
         # accelerate does this itself where mixed_precision is fp16
         accelerator.unscale_gradients = lambda: [
-            accelerator.scaler.unscale_(o.optimizer) for o in accelerator._optimizers
+            accelerator.scaler.unscale_(wrapper.optimizer) for wrapper in accelerator._optimizers
         ]
         return accelerator
 
@@ -30,29 +28,30 @@ def scaled_in_fp32(init_scale: float = 2.0**127) -> None:
     passes.token_nats = lambda *arguments: 256 * real_nats(*arguments)
 
 
-def plant(what: str, step: int, bad: float) -> None:
-    """Step `step` will leave `bad` in one place of a "weight" or "moment", take it from one place
+def plant(target: str, step: int, bad: float) -> None:
+    """Step `step` will leave `bad` in one number of a "weight" or "moment", take it from one number
     of a "gradient" that the guard has seen before, or have it as "loss".
     """
-    real_step, real_nats = ChainedOptimizer.step, passes.token_nats
-    steps_done = itertools.count()
-    done = next(steps_done)
+    real_step = ChainedOptimizer.step
+    real_nats = passes.token_nats
+    steps_done = 0
 
-    def planted_step(optimizer, *arguments, **options):
-        nonlocal done
-        done = next(steps_done)
+    def planted_step(optimizer, closure=None):
+        nonlocal steps_done
+        steps_done += 1
         parameter = optimizer.param_groups[-1]["params"][-1]
-        if done == step and what == "gradient":
+        if steps_done == step and target == "gradient":
             parameter.grad.view(-1)[-1] = bad
-        real_step(optimizer, *arguments, **options)
-        if done == step and what == "weight":
+        real_step(optimizer, closure)
+        if steps_done == step and target == "weight":
             parameter.data.view(-1)[-1] = bad
-        if done == step and what == "moment":
+        if steps_done == step and target == "moment":
             moments = [value for value in optimizer.state[parameter].values() if value.ndim]
             moments[-1].view(-1)[-1] = bad
 
     def planted_nats(logits, targets):
-        is_bad = what == "loss" and torch.is_grad_enabled() and done == step - 1
+        is_bad = target == "loss" and torch.is_grad_enabled() and steps_done == step - 1
         return real_nats(logits, targets) * (bad if is_bad else 1.0)
 
-    passes.token_nats, ChainedOptimizer.step = planted_nats, planted_step
+    passes.token_nats = planted_nats
+    ChainedOptimizer.step = planted_step

@@ -21,20 +21,33 @@ def documents() -> list[str]:
     """Far longer than the context, about as long, shorter, and of one word."""
     generator = torch.Generator().manual_seed(3)
     sizes = (150, 9, 31, 4, 1, 64)
-    picked = [torch.randint(len(WORDS), (size,), generator=generator) for size in sizes]
-    return [" ".join(WORDS[word] for word in words) for words in picked]
+    indices = [torch.randint(len(WORDS), (size,), generator=generator) for size in sizes]
+    return [" ".join(WORDS[index] for index in document) for document in indices]
 
 
-def save_checkpoint(directory, kind: str) -> None:
+def save_checkpoint(directory, model_type: str) -> None:
+    """model_type: "gpt2", or else a masked mixer."""
     tokenizer = train_tokenizer(documents() * 20, 300)
     torch.manual_seed(0)
-    size = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
-    size |= {"num_hidden_layers": 2, "hidden_size": 16}
-    if kind == "gpt2":
-        about = {"num_attention_heads": 2, "eos_token_id": 0, "bos_token_id": 0}
-        model = GPT2LMHeadModel(GPT2Config(**size, **about))
+    if model_type == "gpt2":
+        config = GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=CONTEXT,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        model = GPT2LMHeadModel(config)
     else:
-        model = MaskedMixerForCausalLM(MaskedMixerConfig(**size))
+        config = MaskedMixerConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=CONTEXT,
+            hidden_size=16,
+            num_hidden_layers=2,
+        )
+        model = MaskedMixerForCausalLM(config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

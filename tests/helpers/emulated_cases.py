@@ -9,6 +9,7 @@ every sum is exact in any order. What a kernel does not write stays NaN.
 import ctypes
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import plain_kernels
@@ -43,43 +44,56 @@ def activations(batch: int, tokens: int, channels: int, dtype: torch.dtype) -> T
 
 
 def check(operation: str, tokens: int, dtypes: list[torch.dtype], processors: list[int]) -> None:
-    heads, width, batch = random.randint(1, 3), random.choice(WIDTHS), random.choice([1, 2, 3, 5])
+    heads = random.randint(1, 3)
+    width = random.choice(WIDTHS)
+    batch = random.choice([1, 2, 3, 5])
     if random.random() < 0.3:
         batch *= 4
     while batch * heads * width * max(tokens, 64) ** 2 / 64 > MOST_WORK:
-        batch, heads = max(1, batch // 2), max(1, heads - 1)
+        batch = max(1, batch // 2)
+        heads = max(1, heads - 1)
         if batch == heads == 1:
             width = min(width, 72)
             break
     dtype = random.choice(dtypes)
-    wide = random.choice([torch.float32, dtype])  # the weight's type
+    weight_dtype = random.choice([torch.float32, dtype])
     context = tokens + random.choice([0, 0, random.randrange(300)])
     window = random.choice([0, 0, context, random.choice(WINDOWS)])  # 0: a full weight
     facts["processors"] = random.choice(processors)
-    print(operation, f"{tokens=} {heads=} {width=} {batch=} {dtype=} {window=} {wide=} {context=}")
-    x, dy = (activations(batch, tokens, heads * width, dtype) for _ in range(2))
+    print(operation, f"{tokens=} {heads=} {width=} {batch=} {dtype=}", end=" ")
+    print(f"{window=} {weight_dtype=} {context=}")
+    x = activations(batch, tokens, heads * width, dtype)
+    dy = activations(batch, tokens, heads * width, dtype)
     if operation == "grad_weight":
         with_bias = facts["capability"] == 90 and not window and random.random() < 0.5
-        options = (context, heads, with_bias, window)
-        results = cuda.grad_weight(dy, x, *options)
-        compare(results, plain_kernels.grad_weight(dy.double(), x.double(), *options))
+        results = cuda.grad_weight(dy, x, context, heads, with_bias, window)
+        expected = plain_kernels.grad_weight(
+            dy.double(), x.double(), context, heads, with_bias, window
+        )
+        compare(results, expected)
         return
     shape = [window] if window else [context, context]
-    weight = numbers(heads, *shape, dtype=wide)
+    weight = numbers(heads, *shape, dtype=weight_dtype)
     packed = plain_kernels.pack(weight, tokens, dtype)
     if operation == "grad_input":
-        results = cuda.grad_input(dy, packed, window)
-        compare([results], [plain_kernels.grad_input(dy.double(), packed.double(), window)])
+        dx = cuda.grad_input(dy, packed, window)
+        compare([dx], [plain_kernels.grad_input(dy.double(), packed.double(), window)])
         return
-    bias = random.choice([None, numbers(heads, context, dtype=wide)])
+    bias = random.choice([None, numbers(heads, context, dtype=weight_dtype)])
     residual = random.choice([None, activations(batch, tokens, heads * width, dtype)])
-    given = (None if tensor is None else tensor.double() for tensor in (bias, residual))
-    results = cuda.forward(x, packed, bias, residual, window)
-    compare([results], [plain_kernels.forward(x.double(), packed.double(), *given, window)])
+    y = cuda.forward(x, packed, bias, residual, window)
+    expected = plain_kernels.forward(
+        x.double(),
+        packed.double(),
+        None if bias is None else bias.double(),
+        None if residual is None else residual.double(),
+        window,
+    )
+    compare([y], [expected])
 
 
-def compare(results: list[Tensor], wanted: list[Tensor]) -> None:
-    for ours, exact in zip(results, wanted, strict=True):
+def compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, exact in zip(results, expected, strict=True):
         differs = (ours != exact.to(ours.dtype)).nonzero()
         assert len(differs) == 0, f"MISMATCH at {differs[:3].tolist()} of {len(differs)}"
 
@@ -96,7 +110,8 @@ def emulate(path: str, capability: int) -> None:
     def call(name: str, params: cuda.Params) -> None:
         assert getattr(library, name)(ctypes.byref(params)) == 0, name
 
-    cuda.call, cuda.kernels = call, lambda index: library
+    cuda.call = call
+    cuda.kernels = lambda index: library
     cuda.device_facts = lambda index: (capability, facts["processors"])
 
 
@@ -106,13 +121,12 @@ def main(path, capability, seed, count, operation="any", least=0, most=10000) ->
     torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
     emulate(path, int(capability))
     tokens = [value for value in TOKENS if int(least) <= value <= int(most)]
+    dtypes = [torch.float16] if int(capability) == 70 else [torch.float16, torch.bfloat16]
     for number in range(int(count)):
-        check(
-            OPERATIONS[number % 3] if operation == "any" else operation,
-            tokens[number % len(tokens)] if number % 2 else random.choice(tokens),
-            [torch.float16] if int(capability) == 70 else [torch.float16, torch.bfloat16],
-            [2, 3, 4, 6],
-        )
+        checked = OPERATIONS[number % 3] if operation == "any" else operation
+        # Every size in turn, and between them any.
+        size = tokens[number % len(tokens)] if number % 2 else random.choice(tokens)
+        check(checked, size, dtypes, processors=[2, 3, 4, 6])
 
 
 def run_cases(library: Path, output: Path, *arguments, status: int = 0) -> None:

@@ -68,19 +68,20 @@ def guarded(x: Tensor, fill: float) -> Tensor:
 def check(case: Case, device: str) -> None:
     """Raises AssertionError if a result is away from fp64's by more than rounding."""
     torch.manual_seed(case.context)
-    keys, values = case.heads * case.key, case.heads * case.value
+    keys = case.heads * case.key  # channels of the keys of all heads
+    values = case.heads * case.value
     # As from one projection, of a longer text whose end is not given.
     shape = (case.batch, case.tokens + 2, case.offset + 2 * keys + values)
     projected = torch.randn(shape, device=device).to(case.dtype)
     projected[:, case.tokens :] = torch.nan
     projected = guarded(projected, torch.nan)[:, : case.tokens, case.offset :].requires_grad_()
-    wide = torch.float32 if case.wide_weight else case.dtype
+    weight_dtype = torch.float32 if case.wide_weight else case.dtype
     # The weight's rounding to the type is of both sides.
     lags = case.form != "full"
-    shape = (case.heads, 1, case.context) if lags else (case.heads, 1, case.context, case.context)
-    mixing = torch.randn(shape, device=device).to(case.dtype)
-    mixing = guarded(mixing.to(wide), torch.nan).requires_grad_()
-    bias = torch.randn(case.heads, case.context, device=device).to(wide)
+    shape = (case.context,) if lags else (case.context, case.context)
+    mixing = torch.randn(case.heads, 1, *shape, device=device).to(case.dtype)
+    mixing = guarded(mixing.to(weight_dtype), torch.nan).requires_grad_()
+    bias = torch.randn(case.heads, case.context, device=device).to(weight_dtype)
     bias = guarded(bias, torch.nan).requires_grad_()
     falls = [DECAYS[(case.context + head) % len(DECAYS)] for head in range(case.heads)]
     decay = torch.tensor(falls, device=device) if case.form == "falling" else None
@@ -101,18 +102,18 @@ def check(case: Case, device: str) -> None:
     def exactly(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
         if not lags:
             return plain.keyed_conv(query, key, value, mixing, bias)
-        by_lag = {"lags": mixing, "decay": None if decay is None else decay.double()}
-        return plain.keyed_conv(query, key, value, None, bias, **by_lag)
+        exact_decay = None if decay is None else decay.double()
+        return plain.keyed_conv(query, key, value, None, bias, lags=mixing, decay=exact_decay)
 
     ours = again = results(case.dtype, by_kernels)
     if device != "cpu":  # where the interpreter runs one program after another
         again = results(case.dtype, by_kernels)
     exact = results(torch.float64, exactly)
-    for name, got, repeated, wanted in zip(RESULTS, ours, again, exact, strict=True):
-        assert got.shape == wanted.shape, f"{case}: {name} has shape {tuple(got.shape)}"
-        assert torch.equal(got, repeated), f"{case}: {name} has other bits the second time"
-        apart = (got.double() - wanted).norm() / wanted.norm()
-        assert apart <= APART[case.dtype], f"{case}: {name} is {apart:.1e} away from fp64"
+    for name, result, repeated, expected in zip(RESULTS, ours, again, exact, strict=True):
+        assert result.shape == expected.shape, f"{case}: {name} has shape {tuple(result.shape)}"
+        assert torch.equal(result, repeated), f"{case}: {name} has other bits the second time"
+        error = (result.double() - expected).norm() / expected.norm()
+        assert error <= APART[case.dtype], f"{case}: {name} is {error:.1e} away from fp64"
     unread = ours[2][..., case.tokens :] if lags else ours[2].triu(1)
     assert not unread.any(), f"{case}: what is not read has a gradient"
 
@@ -133,9 +134,10 @@ def random_cases(kernels: ModuleType, seed: int, cases: int) -> None:
     outputs = watch(kernels)
     rng = random.Random(seed)
     for number in range(cases):
-        tile = [16, 32, 64]
+        sizes = [16, 32, 64]
         for tiles in (kernels.TILES, kernels.FLOAT32_TILES):
-            tiles |= {name: (rng.choice(tile), rng.choice(tile), 4, 1, None) for name in tiles}
+            for name in tiles:
+                tiles[name] = (rng.choice(sizes), rng.choice(sizes), 4, 1, None)
             edges = sorted(tiles["grad_lags"][:2], reverse=True)  # no more columns than rows
             tiles["grad_lags"] = (*edges, 4, 1, None)
         dtypes = [torch.float32, torch.float16]  # the interpreter multiplies bf16 as integers
@@ -153,7 +155,8 @@ def random_cases(kernels: ModuleType, seed: int, cases: int) -> None:
 
 def watch(kernels: ModuleType) -> list[Tensor]:
     """Has the kernels' weights between NaN, and their outputs between sevens: the list of those."""
-    outputs, weights_of = [], keyed.weights_of
+    outputs: list[Tensor] = []
+    weights_of = keyed.weights_of
 
     def empty(like: Tensor, shape: tuple, dtype: torch.dtype | None = None) -> Tensor:
         output = guarded(torch.full(shape, torch.nan, dtype=dtype or like.dtype), 7.0)
@@ -162,7 +165,7 @@ def watch(kernels: ModuleType) -> list[Tensor]:
 
     kernels.empty = empty
     keyed.weights_of = lambda *inputs: [
-        x if x is None else guarded(x, torch.nan) for x in weights_of(*inputs)
+        None if weight is None else guarded(weight, torch.nan) for weight in weights_of(*inputs)
     ]
     return outputs
 
@@ -191,26 +194,27 @@ def operator() -> None:
 def owes(leaves: list[Tensor], of_mixing: str, by_kernels: Callable, exactly: Callable) -> None:
     """Checks one of the operators: the fourth leaf is its weight or its lags."""
 
-    def gradients(conv, **options) -> list[Tensor]:
-        y = conv(*leaves, **options)
+    def results(y: Tensor) -> list[Tensor]:
         return [y, *torch.autograd.grad(y.sin().sum(), leaves)]
 
-    wanted = gradients(exactly)
+    expected = results(exactly(*leaves))
     compiled = torch.compile(by_kernels, fullgraph=True, backend="aot_eager")
     for conv in (by_kernels, compiled):
-        for got, expected in zip(gradients(conv, backend="cuda"), wanted, strict=True):
-            assert (got - expected).norm() <= 1e-5 * expected.norm()
-    counted = []
+        ours = results(conv(*leaves, backend="cuda"))
+        for result, exact in zip(ours, expected, strict=True):
+            assert (result - exact).norm() <= 1e-5 * exact.norm()
+    calls = 0
     real = getattr(mixer.ops.keyed_kernels, of_mixing)
 
     def count(*inputs):
-        counted.append(1)
+        nonlocal calls
+        calls += 1
         return real(*inputs)
 
     setattr(mixer.ops.keyed_kernels, of_mixing, count)
     frozen = [*leaves[:3], *(leaf.detach() for leaf in leaves[3:])]
     torch.autograd.grad(by_kernels(*frozen, backend="cuda").sum(), leaves[:3])
-    assert not counted, "a frozen weight's gradient is computed"
+    assert calls == 0, "a frozen weight's gradient is computed"
     try:
         total = by_kernels(*leaves, backend="cuda").sum()
         torch.autograd.grad(total, leaves[0], create_graph=True)
@@ -220,7 +224,7 @@ def owes(leaves: list[Tensor], of_mixing: str, by_kernels: Callable, exactly: Ca
     with torch.autocast("cpu", torch.float16):
         y = by_kernels(*leaves, backend="cuda")
     assert y.dtype == torch.float16
-    assert (y.float() - wanted[0]).norm() / wanted[0].norm() < APART[torch.float16]
+    assert (y.float() - expected[0]).norm() / expected[0].norm() < APART[torch.float16]
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def _rank(
     from mixer.common.errors import run_command
 
     _enter(str(ROOT), environment, output)
-    asked = os.environ.get("ACCELERATE_USE_FSDP"), os.environ["ACCELERATE_USE_CPU"]
-    if asked == ("true", "true"):
+    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if sharded and os.environ["ACCELERATE_USE_CPU"] == "true":
         _shard_on_cpu()
     if before:
         before()
@@ -114,10 +114,11 @@ def run_python(
     """The same, awaited, which must end with this status; returns what it has printed."""
     process = start_python(*arguments, output=output, directory=directory)
     process.join(patience)
-    ended, printed = process.exitcode, output.read_text()
+    code = process.exitcode
+    printed = output.read_text()
     process.kill()
     process.join()
-    assert ended == status, f"exit code {ended}: {printed[-2000:]}"
+    assert code == status, f"exit code {code}: {printed[-2000:]}"
     return printed
 
 
@@ -141,13 +142,23 @@ class Launch:
     ):
         self.file = output
         output.unlink(missing_ok=True)
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        place |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        words, self.ranks = [str(argument) for argument in arguments], []
+        words = [str(argument) for argument in arguments]
+        port = str(free_port())
+        self.ranks = []
         for rank in range(processes):
-            own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            given = program, words, own | (environment or {}), str(output), before
-            self.ranks.append(start_process(_rank, *given))
+            rank_environment = {}
+            if processes > 1:
+                rank_environment = {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "WORLD_SIZE": str(processes),
+                    "LOCAL_WORLD_SIZE": str(processes),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                }
+            rank_environment |= environment or {}
+            process = start_process(_rank, program, words, rank_environment, str(output), before)
+            self.ranks.append(process)
 
     @property
     def output(self) -> str:

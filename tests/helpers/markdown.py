@@ -5,11 +5,16 @@ import re
 
 def tables(text: str) -> list[list[list[str]]]:
     """The cells of each table, row by row, without the line below the titles."""
-    found = re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.MULTILINE)
-    cells = [[row.strip("|").split("|") for row in table.splitlines()] for table in found]
-    return [
-        [[cell.strip() for cell in row] for row in (titles, *rows)] for titles, _, *rows in cells
-    ]
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text + "\n", re.MULTILINE)
+    result = []
+    for block in blocks:
+        titles, _, *lines = block.splitlines()
+        result.append([cells(line) for line in (titles, *lines)])
+    return result
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def rows(text: str) -> list[list[str]]:

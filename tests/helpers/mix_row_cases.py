@@ -4,10 +4,13 @@ import torch
 
 from mixer.ops import plain
 
-TYPES = [
-    (torch.float32, torch.float32), (torch.float16, torch.float32), (torch.float16, torch.float16),
-    (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
-]  # fmt: skip
+TYPES = [  # of memory and x, and of the weight
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
 
 
 def case(batch, heads, width, length, dtype, weight_dtype, ragged=True):
@@ -20,25 +23,22 @@ def case(batch, heads, width, length, dtype, weight_dtype, ragged=True):
 
     positions = torch.randint(0, length, (batch if ragged else 1, 1), generator=generator)
     positions[0] = length - 1
-    everywhere = positions.expand(batch, 1)
     memory = draw(batch, heads, context, width).to(dtype)
-    memory.masked_fill_(torch.arange(context)[:, None] >= everywhere[:, None, None], torch.nan)
+    is_later = torch.arange(context)[:, None] >= positions.expand(batch, 1)[:, None, None]
+    memory.masked_fill_(is_later, torch.nan)
     weight = (draw(heads, 1, context, context) / length**0.5).to(weight_dtype)
     weight[..., *torch.triu_indices(context, context, 1)] = torch.nan
-    x, residual = (draw(batch, 1, heads * width).to(dtype) for _ in range(2))
-    return (
-        memory[:, :, :length],
-        x,
-        weight,
-        draw(heads, context).to(weight_dtype),
-        residual,
-        positions,
-    )
+    x = draw(batch, 1, heads * width).to(dtype)
+    residual = draw(batch, 1, heads * width).to(dtype)
+    bias = draw(heads, context).to(weight_dtype)
+    return memory[:, :, :length], x, weight, bias, residual, positions
 
 
 def exact(memory, x, weight, bias, residual, positions):
+    """y, and the memory that mix_row leaves."""
     # an exact zero of the weight stands before what is not read
     memory = memory.double().nan_to_num(0)
-    return plain.mix_row(
-        memory, *(t.double() for t in (x, weight, bias, residual)), positions
-    ), memory
+    y = plain.mix_row(
+        memory, x.double(), weight.double(), bias.double(), residual.double(), positions
+    )
+    return y, memory

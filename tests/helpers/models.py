@@ -13,7 +13,12 @@ from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv
 CODE = {path.name for path in Path(masked_mixer.__file__).parent.glob("*.py")} - {"__init__.py"}
 CODE |= {"options.py", "plain.py"}  # from other folders of the package
 
-SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 12}
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 12,
+}
 # Every way of mixing tokens, which the tests of models and of generation are repeated for.
 MIXINGS = {
     "flat": {},
@@ -109,9 +114,9 @@ def tokens(batch=3, length=12) -> torch.Tensor:
     return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def lively_model(**variant):
-    """Large weights, so that a wrong row or place changes the tokens."""
-    model = small_model(**({"max_position_embeddings": 16} | variant))
+def lively_model(max_position_embeddings=16, **changes) -> MaskedMixerForCausalLM:
+    """Large weights, so that a wrong row or position changes the tokens."""
+    model = small_model(max_position_embeddings=max_position_embeddings, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():  # what starts at zero would hide a mistake
@@ -133,14 +138,22 @@ def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(input_ids, attention_mask), both (4, 6)."""
     ids, mask = torch.zeros(2, 4, max(LENGTHS), dtype=torch.int64)
     for row, prompt in enumerate(prompts()):
-        place = slice(len(prompt)) if side == "right" else slice(-len(prompt), None)
-        ids[row, place], mask[row, place] = prompt, 1
+        columns = slice(len(prompt)) if side == "right" else slice(-len(prompt), None)
+        ids[row, columns] = prompt
+        mask[row, columns] = 1
     return ids, mask
 
 
-def generate(model, ids, new=8, **how):
-    if "past_key_values" in how:
-        how[CACHE] = how.pop("past_key_values")
-    return model.generate(
-        ids, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **({"do_sample": False} | how)
-    )[:, -new:]
+def generate(model, ids, new=8, do_sample=False, **options) -> torch.Tensor:
+    """The `new` tokens alone, (batch, new). options: of the model's generate."""
+    if "past_key_values" in options:
+        options[CACHE] = options.pop("past_key_values")
+    written = model.generate(
+        ids,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        pad_token_id=0,
+        do_sample=do_sample,
+        **options,
+    )
+    return written[:, -new:]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# NVRTC has no standard headers: these are the parts of them that the kernels use.
+# NVRTC has no standard headers: this is what the kernels use of them.
 HEADERS = {
     "stdint.h": """
         typedef signed char int8_t; typedef unsigned char uint8_t;
@@ -36,10 +36,12 @@ def wheel_path(name: str) -> Path | None:
     # a namespace package: one entry for each site-packages
     nvidia = importlib.util.find_spec("nvidia")
     folders = (nvidia.submodule_search_locations or []) if nvidia else []
-    return next((path for folder in folders if (path := Path(folder, name)).exists()), None)
+    paths = (Path(folder, name) for folder in folders)
+    return next((path for path in paths if path.exists()), None)
 
 
-LIBRARY, INCLUDE = wheel_path("cuda_nvrtc/lib/libnvrtc.so.12"), wheel_path("cuda_runtime/include")
+LIBRARY = wheel_path("cuda_nvrtc/lib/libnvrtc.so.12")
+INCLUDE = wheel_path("cuda_runtime/include")
 needs_nvrtc = pytest.mark.skipif(
     not (LIBRARY and INCLUDE), reason='no NVRTC of CUDA 12 here: pip install -e ".[sm70]"'
 )
@@ -51,7 +53,8 @@ def text_list(values: list[str]) -> ctypes.Array:
 
 def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
     """(machine code for sm_X, the log with ptxas's report)."""
-    library, program = ctypes.CDLL(str(LIBRARY)), ctypes.c_void_p()
+    library = ctypes.CDLL(str(LIBRARY))
+    program = ctypes.c_void_p()
     options = [
         f"--gpu-architecture={architecture}",
         "--std=c++17",
@@ -60,15 +63,21 @@ def compile_source(path: Path, architecture: str) -> tuple[bytes, str]:
         f"--include-path={path.parent}",
         f"--include-path={INCLUDE}",
     ]
-    names, bodies = text_list(list(HEADERS)), text_list(list(HEADERS.values()))
-    text, name = path.read_text().encode(), path.name.encode()
-    library.nvrtcCreateProgram(ctypes.byref(program), text, name, len(HEADERS), bodies, names)
+    library.nvrtcCreateProgram(
+        ctypes.byref(program),
+        path.read_text().encode(),
+        path.name.encode(),
+        len(HEADERS),
+        text_list(list(HEADERS.values())),
+        text_list(list(HEADERS)),
+    )
     uselocale = ctypes.CDLL(None).uselocale
-    uselocale.argtypes, uselocale.restype = [ctypes.c_void_p], ctypes.c_void_p
-    before = uselocale(None)
+    uselocale.argtypes = [ctypes.c_void_p]
+    uselocale.restype = ctypes.c_void_p
+    locale = uselocale(None)
     status = library.nvrtcCompileProgram(program, len(options), text_list(options))
     # NVRTC leaves this thread in the "C" locale, in which Python would read files as ASCII.
-    uselocale(before)
+    uselocale(locale)
     log = result(library, "ProgramLog", program).rstrip(b"\0").decode()
     assert status == 0, log
     binary = result(library, "CUBIN", program)

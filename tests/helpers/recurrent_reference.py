@@ -4,7 +4,13 @@ tokens take (batch, channels, tokens).
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def lags_between(tokens: int) -> Tensor:
+    """How far back each token takes from each, (from, to); zero where it may not."""
+    positions = torch.arange(tokens)
+    return (positions - positions[:, None]).clamp(min=0)
 
 
 class Repeat(nn.Module):
@@ -12,9 +18,10 @@ class Repeat(nn.Module):
     gives), with a decay over context // 512 tokens; or a Toeplitz layer (one for each lag).
     """
 
-    def __init__(self, context: int, kind: str, decay: bool):
+    def __init__(self, context: int, form: str, decay: bool):
         super().__init__()
-        self.kind, self.span = kind, max(1, context // 512)
+        self.form = form  # col, row or lag
+        self.span = max(1, context // 512)
         self.weight = nn.Parameter(torch.randn(1, context) / context**0.5)
         self.bias = nn.Parameter(torch.randn(context))
         if decay:
@@ -22,30 +29,38 @@ class Repeat(nn.Module):
 
     def forward(self, x):
         tokens = x.shape[-1]
-        place = torch.arange(tokens)
-        lag = (place - place[:, None]).clamp(min=0)  # (from, to)
+        lag = lags_between(tokens)
         numbers = self.weight[0, :tokens]
-        weight = {"col": numbers, "row": numbers[:, None], "lag": numbers[lag]}[self.kind]
+        weight = {"col": numbers, "row": numbers[:, None], "lag": numbers[lag]}[self.form]
         if hasattr(self, "decay_value"):
             weight = weight * self.decay_value.clamp(0.9, 1) ** (lag / self.span)
         return x @ weight.expand(tokens, tokens).triu() + self.bias[:tokens]
 
 
 class Heads(nn.Module):
-    def __init__(self, width: int, context: int, kinds: list[str], decay: bool, projections: bool):
+    def __init__(
+        self,
+        width: int,
+        context: int,
+        forms: list[str],
+        decay: bool,
+        projections: bool,
+    ):
         super().__init__()
-        self.mixer_heads = nn.ModuleList(Repeat(context, kind, decay) for kind in kinds)
+        self.mixer_heads = nn.ModuleList(Repeat(context, form, decay) for form in forms)
         self.projections = projections
         if projections:
-            heads = len(kinds)
-            self.proj_head = nn.ModuleList(nn.Linear(width, width // heads) for _ in kinds)
+            heads = len(forms)
+            self.proj_head = nn.ModuleList(nn.Linear(width, width // heads) for _ in forms)
             self.out_proj = nn.Linear(width, width)
 
     def forward(self, x):
-        parts = x.chunk(len(self.mixer_heads), 1)
         if self.projections:
-            parts = [project(x.mT).mT for project in self.proj_head]
-        y = torch.cat([mix(part) for mix, part in zip(self.mixer_heads, parts, strict=True)], 1)
+            inputs = [project(x.mT).mT for project in self.proj_head]
+        else:
+            inputs = x.chunk(len(self.mixer_heads), 1)
+        outputs = [mix(channels) for mix, channels in zip(self.mixer_heads, inputs, strict=True)]
+        y = torch.cat(outputs, 1)
         return self.out_proj(y.mT).mT if self.projections else y
 
 
@@ -56,20 +71,22 @@ class ParallelHeads(nn.Module):
 
     def __init__(self, width: int, context: int):
         super().__init__()
-        self.in_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
-        self.mixer_heads, self.span = nn.Module(), max(1, context // 512)
+        self.in_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+        self.mixer_heads = nn.Module()
+        self.span = max(1, context // 512)
         self.mixer_heads.weight = nn.Parameter(torch.randn(4, context) / context**0.5)
         self.mixer_heads.bias = nn.Parameter(torch.randn(4, context))
         self.mixer_heads.decay_value = nn.Parameter(torch.tensor([[0.91], [0.97]]))
 
     def forward(self, x):
-        heads, tokens = self.mixer_heads, x.shape[-1]
-        place = torch.arange(tokens)
-        lag = (place - place[:, None]).clamp(min=0)  # (from, to)
+        heads = self.mixer_heads
+        tokens = x.shape[-1]
         take, give = heads.weight[:, :tokens].chunk(2)
         square = (-1, tokens, tokens)
         weight = torch.cat([take[:, None].expand(square), give[..., None].expand(square)])
-        weight = weight * heads.decay_value[1].clamp(0.9, 1) ** (lag / self.span)
+        decay = heads.decay_value[1].clamp(0.9, 1)
+        weight = weight * decay ** (lags_between(tokens) / self.span)
         y = self.in_proj(x.mT).mT.unflatten(1, (4, -1)) @ weight.triu()
         y = y + heads.bias[:, None, :tokens]
         return self.out_proj(y.flatten(1, 2).mT).mT
@@ -80,23 +97,26 @@ class ParallelToeplitzHeads(nn.Module):
 
     def __init__(self, width: int, context: int):
         super().__init__()
-        self.in_proj, self.out_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.in_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
         self.mixer_heads = nn.Module()
         self.mixer_heads.weight = nn.Parameter(torch.randn(4, context) / context**0.5)
         self.mixer_heads.bias = nn.Parameter(torch.randn(4, context))
 
     def forward(self, x):
-        tokens, heads = x.shape[-1], self.mixer_heads
-        place = torch.arange(tokens)
-        lag = (place - place[:, None]).clamp(min=0)  # (from, to)
-        y = self.in_proj(x.mT).mT.unflatten(1, (4, -1)) @ heads.weight[:, lag].triu()
-        return self.out_proj((y + heads.bias[:, None, :tokens]).flatten(1, 2).mT).mT
+        heads = self.mixer_heads
+        tokens = x.shape[-1]
+        weight = heads.weight[:, lags_between(tokens)].triu()
+        y = self.in_proj(x.mT).mT.unflatten(1, (4, -1)) @ weight
+        y = y + heads.bias[:, None, :tokens]
+        return self.out_proj(y.flatten(1, 2).mT).mT
 
 
 class Block(nn.Module):
     def __init__(self, width: int, mixing: nn.Module, dropout: bool):
         super().__init__()
-        self.channel_norm, self.token_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.channel_norm = nn.LayerNorm(width)
+        self.token_norm = nn.LayerNorm(width)
         between = [nn.SiLU(), nn.Dropout(0.0)] if dropout else [nn.SiLU()]
         self.channel_mixing_layer = nn.Sequential(
             nn.Linear(width, 4 * width), *between, nn.Linear(4 * width, width)
@@ -109,13 +129,13 @@ class Block(nn.Module):
 
 
 class RecurrentReference(nn.Module):
-    """kinds: `col`, `row` or `lag` for each head, one for a mixer without heads; `parallel` or
+    """forms: `col`, `row` or `lag` for each head, one for a mixer without heads; `parallel` or
     `parallel-lag` for heads as one layer. dropout: of the MLP, as all Toeplitz mixers have.
     """
 
     def __init__(
         self,
-        kinds: list[str],
+        forms: list[str],
         context: int,
         decay: bool,
         projections: bool = True,
@@ -129,20 +149,22 @@ class RecurrentReference(nn.Module):
         self.input_layer = nn.Embedding(vocabulary, width)
 
         def mixing() -> nn.Module:
-            if kinds == ["parallel"]:
+            if forms == ["parallel"]:
                 return ParallelHeads(width, context)
-            if kinds == ["parallel-lag"]:
+            if forms == ["parallel-lag"]:
                 return ParallelToeplitzHeads(width, context)
-            if len(kinds) == 1:
-                return Repeat(context, kinds[0], decay)
-            return Heads(width, context, kinds, decay, projections)
+            if len(forms) == 1:
+                return Repeat(context, forms[0], decay)
+            return Heads(width, context, forms, decay, projections)
 
         self.mixer_blocks = nn.ModuleList(Block(width, mixing(), dropout) for _ in range(2))
         self.output_layer = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.output_layer.weight = self.input_layer.weight
-        for norm in (part for part in self.modules() if isinstance(part, nn.LayerNorm)):
-            nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
 
     def forward(self, input_ids):
         x = self.input_layer(input_ids)

@@ -22,15 +22,18 @@ FSDP = {
 # Overrides for all that is not AdamW on a plain masked mixer: Muon, heads, mixing weights by lag, a
 # first mixing matrix that shifts.
 RECIPE = (
-    *("optim.name=muon", "model.mixing_weight=lags"),
-    *("model.mixing_init=shift", "model.num_mixer_heads=2"),
+    "optim.name=muon",
+    "model.mixing_weight=lags",
+    "model.mixing_init=shift",
+    "model.num_mixer_heads=2",
 )
 TIMES = {"seconds", "tokens_per_second", "useful_tflops", "peak_share"}
 TIMES |= {"data_wait_share", "peak_memory_gb"}
 
 
 def read_lines(run_directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    text = (run_directory / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def read_timeless(run_directory: Path) -> list[dict]:
@@ -55,9 +58,10 @@ def assert_same(run: Path, reference: Path, step: int) -> None:
     """The same last checkpoint, every file of it, and the same lines of metrics: none doubled,
     missing or different.
     """
-    found, wanted = state_files(run / f"step-{step}"), state_files(reference / f"step-{step}")
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if found[name] != wanted[name]] == []
+    files = state_files(run / f"step-{step}")
+    expected = state_files(reference / f"step-{step}")
+    assert files.keys() == expected.keys()
+    assert [name for name in expected if files[name] != expected[name]] == []
     assert read_timeless(run) == read_timeless(reference)
     assert not list(run.glob("*.partial"))
 

@@ -20,7 +20,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from mixer.data.config import DataConfig, Manifest, check
-from mixer.data.sources import documents, source_parts
+from mixer.data.sources import documents, source_shards
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
 
 HARD = "tabs\t and  spaces \r\n\nnaïve 日本語 🙂 don't , . ! <|endoftext|> \x00\ufeff end \n"
@@ -69,7 +69,8 @@ def quiet(*_):
 
 def decoded_documents(directory, split: str) -> list[str]:
     """The documents back from the token file alone, cut at EOS."""
-    manifest, tokenizer = Manifest.load(directory), load_tokenizer(directory)
+    manifest = Manifest.load(directory)
+    tokenizer = load_tokenizer(directory)
     tokens = np.fromfile(Path(directory) / f"{split}.bin", manifest.dtype)
     ends = np.flatnonzero(tokens == manifest.eos_token_id)
     assert ends[-1] == len(tokens) - 1
@@ -80,36 +81,52 @@ def decoded_documents(directory, split: str) -> list[str]:
 def documents_of(config: DataConfig) -> list[str]:
     """All documents of a source."""
     check(config)
-    return list(documents(source_parts(config), config))
+    return list(documents(source_shards(config), config))
 
 
-def save_tokenizer(folder: Path, kind: str) -> str:
-    """A tokenizer's folder, of a kind that others have: it adds to texts, or its EOS is in them."""
-    bytes_of_text = train_tokenizer(made_texts(50), 300).backend_tokenizer
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghij012345678"]
-    ids = {piece: number for number, piece in enumerate(pieces)}
-    backend, eos = Tokenizer(models.BPE(ids, [], byte_fallback=True)), "</s>"
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    if kind == "Llama 2":
+def save_tokenizer(folder: Path, variant: str) -> str:
+    """The folder of a tokenizer such as others have: it adds to texts, or its EOS is in them."""
+    if variant in ("Llama 2", "Metaspace"):
+        eos = "</s>"
+        backend = sentencepiece_backend()
+    else:
+        eos = "<|endoftext|>"
+        backend = train_tokenizer(made_texts(50), 300).backend_tokenizer
+    if variant == "Llama 2":
         steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         backend.normalizer = normalizers.Sequence(steps)
-    elif kind == "Metaspace":
+    elif variant == "Metaspace":
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    else:
-        backend, eos = bytes_of_text, "<|endoftext|>"
-    if kind == "RoBERTa":
+    elif variant == "RoBERTa":
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    elif kind == "appends EOS":
-        eos_too = {"single": f"{eos} $A {eos}", "special_tokens": [(eos, 0)]}
-        backend.post_processor = processors.TemplateProcessing(**eos_too)
-    elif kind == "EOS is a line's end":
+    elif variant == "appends EOS":
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{eos} $A {eos}", special_tokens=[(eos, 0)]
+        )
+    elif variant == "EOS is a line's end":
         eos = "Ċ"
-    elif kind == "EOS is no special token":
+    elif variant == "EOS is no special token":
         backend.add_tokens([AddedToken("<end>", special=False)])
         eos = "<end>"
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos).save_pretrained(str(folder))
     return str(folder)
+
+
+def sentencepiece_backend() -> Tokenizer:
+    """Bytes and a few letters, decoded as SentencePiece does: ▁ is a space."""
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "</s>", *byte_pieces, *"▁abcdefghij012345678"]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(ids, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend
 
 
 ADDS_A_SPACE = ("Llama 2", "Metaspace", "RoBERTa")

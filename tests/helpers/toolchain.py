@@ -14,17 +14,16 @@ def first_and_slow(values: Iterable) -> list:
     """Parameters of a test that takes long to compile: one for `make test`, the others for `make
     soak`.
     """
-    first, *others = values
-    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+    first, *later = values
+    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in later)]
 
 
 def spills_of(log: str) -> dict[str, int]:
     """The spilled bytes of each kernel, from a build's log."""
-    pattern = (
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-    )
-    found = re.findall(pattern, log, re.DOTALL)
-    return {name: int(stores) + int(loads) for name, stores, loads in found}
+    kernel = r"Compiling entry function '(\w+)'"
+    spills = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+    matches = re.findall(f"{kernel}.*?{spills}", log, re.DOTALL)
+    return {name: int(stores) + int(loads) for name, stores, loads in matches}
 
 
 needs_gxx = pytest.mark.skipif(

@@ -33,8 +33,10 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 
 @every_variant
 def test_each_step_with_the_cache_has_the_logits_of_the_full_forward(variant):
-    model, ids = lively_model(**variant), tokens()
-    expected, cache = model(ids).logits, None
+    model = lively_model(**variant)
+    ids = tokens()
+    expected = model(ids).logits
+    cache = None
     for name, weight in model.named_parameters():
         if name.endswith("conv.weight"):  # whose upper triangle is not read
             weight.data[..., *torch.triu_indices(16, 16, 1)] = torch.nan
@@ -49,7 +51,8 @@ def test_each_step_with_the_cache_has_the_logits_of_the_full_forward(variant):
 @every_variant
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_batch_has_the_logits_of_each_text_alone(variant, side):
-    model, (ids, mask) = lively_model(**variant), padded(side)
+    model = lively_model(**variant)
+    ids, mask = padded(side)
     logits = model(ids, attention_mask=mask).logits
     for row, prompt in enumerate(prompts()):
         alone = model(prompt[None]).logits[0]
@@ -58,16 +61,22 @@ def test_a_padded_batch_has_the_logits_of_each_text_alone(variant, side):
 
 
 def test_hidden_states_of_a_padded_batch_are_those_of_each_text_alone():
-    model, (ids, mask) = lively_model(final_norm=True), padded("left")
+    model = lively_model(final_norm=True)
+    ids, mask = padded("left")
     states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
     assert len(states) == 1 + len(model.model.layers)
     torch.testing.assert_close(model.lm_head(states[-1]), model(ids, attention_mask=mask).logits)
     for row, prompt in enumerate(prompts()):
         alone = model(prompt[None], output_hidden_states=True).hidden_states
-        own = tuple(state[row : row + 1, -len(prompt) :] for state in states)
-        torch.testing.assert_close(own, alone, rtol=1e-4, atol=1e-5)
-    how = {"return_dict_in_generate": True, "output_hidden_states": True, "max_new_tokens": 3}
-    written = model.generate(ids, attention_mask=mask, **how)
+        in_batch = tuple(state[row : row + 1, -len(prompt) :] for state in states)
+        torch.testing.assert_close(in_batch, alone, rtol=1e-4, atol=1e-5)
+    written = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+        output_hidden_states=True,
+    )
     assert [state[0].shape[1] for state in written.hidden_states] == [ids.shape[1], 1, 1]
 
 
@@ -75,7 +84,8 @@ def test_hidden_states_of_a_padded_batch_are_those_of_each_text_alone():
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
 def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
-    model, ids = lively_model(**variant), tokens(batch)
+    model = lively_model(**variant)
+    ids = tokens(batch)
     mask = torch.ones_like(ids)
     mask[0, :2] = mask[0, 7] = 0
     cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
@@ -88,10 +98,11 @@ def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
 
 
 @every_variant
-@pytest.mark.parametrize("how", SETTINGS)
-def test_padded_batches_write_what_each_prompt_gives_alone(variant, how):
+@pytest.mark.parametrize("search", SETTINGS)
+def test_padded_batches_write_what_each_prompt_gives_alone(variant, search):
     """Padded on either side; without a cache, with one, and with a static one."""
-    model, settings = lively_model(**variant), SETTINGS[how]
+    model = lively_model(**variant)
+    settings = SETTINGS[search]
     alone = [generate(model, prompt[None], use_cache=False, **settings) for prompt in prompts()]
     for side in ("left", "right"):
         ids, mask = padded(side)
@@ -102,7 +113,8 @@ def test_padded_batches_write_what_each_prompt_gives_alone(variant, how):
 
 def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
     """Prompt lookup gives several tokens at once and takes back those that were wrong."""
-    model, ids = lively_model(num_mixer_heads=2, mixer_kernel_size=3), tokens(batch=1, length=6)
+    model = lively_model(num_mixer_heads=2, mixer_kernel_size=3)
+    ids = tokens(batch=1, length=6)
     ids[0, 3:] = ids[0, :3]
     expected = generate(model, ids, use_cache=False)
     assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3, eos_token_id=0), expected)
@@ -122,7 +134,8 @@ def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
     with tokens that are taken back.
     """
     monkeypatch.setattr("mixer.models.masked_mixer.cache.SPARE", 3)
-    model, ids = lively_model(**MIXINGS[mixing]).double(), tokens(batch=2, length=90)
+    model = lively_model(**MIXINGS[mixing]).double()
+    ids = tokens(batch=2, length=90)
     expected = model(ids).logits
     for static in (False, True):
         cache = MixingCache(model.config, static)
@@ -132,7 +145,7 @@ def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
             if start == 44:
                 model(ids[:, :3].flip(1), past_key_values=cache)
                 cache.crop(-3)
-        largest = max(kept.shape[2] for kept in cache.kept.values())
+        largest = max(memory.shape[2] for memory in cache.memories.values())
         assert largest <= model.config.max_position_embeddings + model.config.suffix_match + 3
         with pytest.raises(ValueError, match="last 4 of 90 tokens .* allowed: 3"):
             cache.crop(-4)
@@ -141,8 +154,8 @@ def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
     cache = MixingCache(model.config)
     alone = model(ids[:1, mask[0].bool()]).logits
     for start, end in ((0, 44), (44, 75), (75, 77), (77, 90)):
-        part = ids[:, start:end]
-        logits = model(part, attention_mask=mask[:, :end], past_key_values=cache).logits
+        chunk = ids[:, start:end]
+        logits = model(chunk, attention_mask=mask[:, :end], past_key_values=cache).logits
         torch.testing.assert_close(logits[1:], expected[1:, start:end])
     torch.testing.assert_close(logits[:1], alone[:, -13:])
 
@@ -150,7 +163,8 @@ def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @torch.no_grad()
 def test_a_cache_serves_other_texts_after_a_reset_and_a_copy_goes_on_alone(static):
-    model, cache = lively_model(), MixingCache(lively_model().config, static)
+    model = lively_model()
+    cache = MixingCache(lively_model().config, static)
     for batch, length in ((2, 6), (2, 3), (3, 4)):
         ids = tokens(batch, length)
         expected = generate(model, ids)
@@ -164,7 +178,8 @@ def test_a_cache_serves_other_texts_after_a_reset_and_a_copy_goes_on_alone(stati
 @pytest.mark.parametrize("mixing", ["keyed-parts", "rows-and-columns"])
 @torch.no_grad()
 def test_several_texts_continue_one_prompt(mixing):
-    model, ids = lively_model(**MIXINGS[mixing]), tokens(batch=1, length=6)
+    model = lively_model(**MIXINGS[mixing])
+    ids = tokens(batch=1, length=6)
     cache = MixingCache(model.config)
     model(ids[:, :-1], past_key_values=cache)
     cache.batch_repeat_interleave(3)
@@ -173,7 +188,8 @@ def test_several_texts_continue_one_prompt(mixing):
 
 
 def test_gradients_with_a_cache_are_those_without():
-    model, ids = lively_model(**MIXINGS["rows-and-columns"]).train(), tokens(length=6)
+    model = lively_model(**MIXINGS["rows-and-columns"]).train()
+    ids = tokens(length=6)
     losses = [model(ids, labels=ids, use_cache=cached).loss for cached in (False, True)]
     without, with_cache = (torch.autograd.grad(loss, [*model.parameters()]) for loss in losses)
     torch.testing.assert_close(with_cache, without)
@@ -182,31 +198,36 @@ def test_gradients_with_a_cache_are_those_without():
 @pytest.mark.parametrize("form", ["full", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_steps_are_those_of_the_full_forward(dtype, form):
-    model, ids = small_model(num_mixer_heads=2, mixing_weight=form).to(dtype), tokens()
+    model = small_model(num_mixer_heads=2, mixing_weight=form).to(dtype)
+    ids = tokens()
     cache = model(ids[:, :8], use_cache=True).past_key_values
     step = model(ids[:, 8:9], past_key_values=cache).logits
-    kept = torch.float32 if form == "mixed" else dtype  # a sum keeps more digits
-    assert step.dtype == dtype and {x.dtype for x in cache.kept.values()} == {kept}
+    memory_dtype = torch.float32 if form == "mixed" else dtype  # a sum keeps more digits
+    assert step.dtype == dtype
+    assert {memory.dtype for memory in cache.memories.values()} == {memory_dtype}
     torch.testing.assert_close(step, model(ids).logits[:, 8:9], rtol=3e-2, atol=3e-2)
 
 
 @every_variant
 def test_under_autocast_the_cache_gives_nearly_the_same(variant):
-    model, ids = small_model(**variant), tokens()
+    model = small_model(**variant)
+    ids = tokens()
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(ids).logits
         cache = model(ids[:, :8], use_cache=True).past_key_values
-        for place in range(8, 12):
-            step = model(ids[:, place : place + 1], past_key_values=cache).logits
+        for position in range(8, 12):
+            column = slice(position, position + 1)
+            step = model(ids[:, column], past_key_values=cache).logits
             assert step.dtype == expected.dtype
-            torch.testing.assert_close(step, expected[:, place : place + 1], rtol=5e-2, atol=5e-2)
+            torch.testing.assert_close(step, expected[:, column], rtol=5e-2, atol=5e-2)
 
 
 def test_a_loss_of_ones_own_learns_nothing_from_the_padding_on_the_left():
     """transformers' label smoothing and many a loss score all columns but those labelled -100, and
     so the first token of a text by what stands in the padding before it.
     """
-    model, (ids, mask) = lively_model(), padded("left")
+    model = lively_model()
+    ids, mask = padded("left")
 
     def gradients(batches) -> tuple:
         losses = [
@@ -230,17 +251,23 @@ def test_pipeline_and_streamer(tokenizer):
     model = lively_model(vocab_size=300, max_position_embeddings=64)
     ids = tokenizer("def read", return_tensors="pt").input_ids
     expected = tokenizer.decode(generate(model, ids)[0])
-    how = {"max_new_tokens": 8, "do_sample": False}
     writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    texts = writer(["def read", "def write(self, te"], batch_size=2, return_full_text=False, **how)
+    texts = writer(
+        ["def read", "def write(self, te"],
+        batch_size=2,
+        return_full_text=False,
+        max_new_tokens=8,
+        do_sample=False,
+    )
     assert texts[0][0]["generated_text"] == expected
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    model.generate(ids, streamer=streamer, pad_token_id=0, **how)
+    model.generate(ids, streamer=streamer, pad_token_id=0, max_new_tokens=8, do_sample=False)
     assert "".join(streamer) == expected
 
 
 def test_what_cannot_be_generated_from_is_refused():
-    model, short = small_model(), tokens(length=4)
+    model = small_model()
+    short = tokens(length=4)
     cache = model(tokens(), use_cache=True).past_key_values
     few = model(tokens(length=4), use_cache=True).past_key_values
     narrow = torch.ones(3, 1)
@@ -262,14 +289,15 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
     ids = tokenizer("def", return_tensors="pt").input_ids
     greedy = f"def{tokenizer.decode(generate(model, ids, new=4)[0], skip_special_tokens=True)}"
     # Which the command does without:
-    asked = {"return_dict_in_generate": True, "num_return_sequences": 2, "num_beams": 2}
-    model.generation_config.update(**asked)
+    model.generation_config.update(
+        return_dict_in_generate=True, num_return_sequences=2, num_beams=2
+    )
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
     def write(*prompts):
-        how = f"--checkpoint {tmp_path} --new-tokens 4 --temperature 0 --prompt"
-        monkeypatch.setattr("sys.argv", ["generate", *how.split(), *prompts])
+        options = f"--checkpoint {tmp_path} --new-tokens 4 --temperature 0 --prompt"
+        monkeypatch.setattr("sys.argv", ["generate", *options.split(), *prompts])
         main()
         return capsys.readouterr().out.rstrip("\n")
 
@@ -296,14 +324,18 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
 def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_path, temperature):
     """Also with a model that ignores attention_mask, and with a tokenizer that cannot pad."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
-    RwkvForCausalLM(RwkvConfig(vocab_size=300, context_length=32, **sizes)).save_pretrained(
-        tmp_path
+    config = RwkvConfig(
+        vocab_size=300,
+        context_length=32,
+        hidden_size=32,
+        attention_hidden_size=32,
+        num_hidden_layers=2,
     )
+    RwkvForCausalLM(config).save_pretrained(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
-    asked, how = ["def", "def read(self, size)", "class"], (8, temperature, 5)
-    alone = [continuations(str(tmp_path), [prompt], *how)[0] for prompt in asked]
-    assert continuations(str(tmp_path), asked, *how) == alone
+    prompts = ["def", "def read(self, size)", "class"]
+    alone = [continuations(str(tmp_path), [prompt], 8, temperature, 5)[0] for prompt in prompts]
+    assert continuations(str(tmp_path), prompts, 8, temperature, 5) == alone
 
 
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
@@ -314,8 +346,8 @@ def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode
 
 
 def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, tmp_path):
-    sizes = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    GPT2LMHeadModel(GPT2Config(vocab_size=300, **sizes)).save_pretrained(tmp_path)
+    config = GPT2Config(vocab_size=300, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     prompt = len(tokenizer("def read").input_ids)
     assert len(continuations(str(tmp_path), ["def read"], 16 - prompt, 0.0, 0)) == 1
@@ -323,19 +355,20 @@ def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, 
         continuations(str(tmp_path), ["def read"], 16, 0.0, 0)
 
 
-@pytest.mark.parametrize("kind", ["appends EOS", "Llama 2"])
-def test_the_command_reads_a_prompt_as_training_reads_a_text(tmp_path, kind):
+@pytest.mark.parametrize("source", ["appends EOS", "Llama 2"])
+def test_the_command_reads_a_prompt_as_training_reads_a_text(tmp_path, source):
     """Nothing that the tokenizer puts around it: after an EOS begins another text. A space before
     it, as training has.
     """
-    tokenizer = existing_tokenizer(save_tokenizer(tmp_path, kind))
+    tokenizer = existing_tokenizer(save_tokenizer(tmp_path, source))
     model = lively_model(vocab_size=320, max_position_embeddings=64)
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path)
-    prompts, written = ["abc", "cab <|endoftext|> bed"], []
+    prompts = ["abc", "cab <|endoftext|> bed"]
+    written = []
     for prompt in prompts:
         ids = torch.from_numpy(text_encoder(tokenizer)(prompt).astype("int64"))[None]
         assert tokenizer.eos_token_id not in ids
         written.append(tokenizer.decode(generate(model, ids, new=6)[0], skip_special_tokens=True))
-    found = continuations(str(tmp_path), prompts, 6, 0.0, 0)
-    assert found == [prompt + text for prompt, text in zip(prompts, written, strict=True)]
+    expected = [prompt + text for prompt, text in zip(prompts, written, strict=True)]
+    assert continuations(str(tmp_path), prompts, 6, 0.0, 0) == expected

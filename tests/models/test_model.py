@@ -63,22 +63,25 @@ def test_keyed_mixing_is_its_formula(heads, length):
     # Exponentials of products over their mean, times mixing weights.
     seen = torch.ones(length, length).tril()
     products = torch.einsum("bthk,bshk->bhts", query, key)
-    fits = (products / 3**0.5).exp() * seen  # (batch, heads, tokens, tokens)
-    fits = fits / fits.sum(-1, keepdim=True) * seen.sum(-1, keepdim=True)
-    scores = fits * mixing.keyed_conv.weight[:, 0].tril()
-    found = torch.einsum("bhts,bshc->bthc", scores, value)
-    found = found + mixing.keyed_conv.bias.T[..., None]
-    expected = residual + found.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
+    matches = (products / 3**0.5).exp() * seen  # (batch, heads, tokens, tokens)
+    matches = matches / matches.sum(-1, keepdim=True) * seen.sum(-1, keepdim=True)
+    scores = matches * mixing.keyed_conv.weight[:, 0].tril()
+    mixed = torch.einsum("bhts,bshc->bthc", scores, value)
+    mixed = mixed + mixing.keyed_conv.bias.T[..., None]
+    expected = residual + mixed.flatten(-2) @ mixing.out_proj.weight.T + mixing.out_proj.bias
     torch.testing.assert_close(mixing(x, residual), expected)
 
 
 def test_queries_and_keys_are_shifted_normed_and_rotated_as_written():
     """By complex numbers, a token at a time; then softmax attention."""
     model = lively_model(**MIXINGS["keyed-attention"], mixer_key_shift=True).double()
-    mixing, x = model.model.layers[0].mixing, torch.randn(1, 12, 16, dtype=torch.float64)
+    mixing = model.model.layers[0].mixing
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
     mixing.query_key.gain.data.normal_()
-    query, key, value = (part.unflatten(-1, (4, 4)) for part in mixing.in_proj(x)[0].chunk(3, -1))
-    share, gain = mixing.key_share.unflatten(0, (4, 4)), mixing.query_key.gain.unflatten(0, (4, 4))
+    projections = mixing.in_proj(x)[0].chunk(3, -1)
+    query, key, value = (projection.unflatten(-1, (4, 4)) for projection in projections)
+    share = mixing.key_share.unflatten(0, (4, 4))
+    gain = mixing.query_key.gain.unflatten(0, (4, 4))
     key = torch.cat([key[:1], key[1:] + share * key[:-1]])
 
     def turned(x):  # (tokens, heads, 4)
@@ -88,25 +91,31 @@ def test_queries_and_keys_are_shifted_normed_and_rotated_as_written():
         return torch.cat([pairs.real, pairs.imag], -1)
 
     scores = torch.einsum("ihc,jhc->hij", turned(query) * gain, turned(key)) / 2
-    fits = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
-    found = mixing.out_proj(torch.einsum("hij,jhc->ihc", fits, value).flatten(1))
+    matches = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = mixing.out_proj(torch.einsum("hij,jhc->ihc", matches, value).flatten(1))
     rotation = rotations(torch.arange(12)[None], 4)
     mixed = mixing(x, torch.zeros_like(x), rotation=rotation)[0]
-    torch.testing.assert_close(mixed, found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_mixing():
-    kind = {"num_mixer_heads": 4, "mixer_key_size": 2, "mixer_keyed_every": 2}
-    for gate, other in ((False, "Flat"), (True, "Gated")):
-        model = small_model(num_hidden_layers=5, mixer_gate=gate, **kind)
+    for gate, unkeyed in ((False, "Flat"), (True, "Gated")):
+        model = small_model(
+            num_hidden_layers=5,
+            num_mixer_heads=4,
+            mixer_gate=gate,
+            mixer_key_size=2,
+            mixer_keyed_every=2,
+        )
         names = [type(layer.mixing).__name__ for layer in model.model.layers]
-        assert names == [other, "Keyed", other, "Keyed", other]
+        assert names == [unkeyed, "Keyed", unkeyed, "Keyed", unkeyed]
         assert model.model.layers[0].mixing.conv.heads == (4 if gate else 1)
 
 
 def mixed_by_heads(conv, x):
     """x (batch, 12, channels), each head's channels mixed by an nn.Conv1d with a masked weight."""
-    mixed, taps = [], conv.weight.shape[1]
+    mixed = []
+    taps = conv.weight.shape[1]
     for head, channels in enumerate(x.chunk(conv.heads, dim=-1)):
         layer = nn.Conv1d(12, 12, taps, padding="same")
         layer.weight.data = conv.weight.data[head].tril().permute(1, 2, 0)
@@ -116,7 +125,8 @@ def mixed_by_heads(conv, x):
 
 
 def test_without_biases_and_with_relu2_the_mlp_is_its_formula():
-    model, x = small_model(linear_bias=False, hidden_act="relu2"), torch.randn(2, 3, 16)
+    model = small_model(linear_bias=False, hidden_act="relu2")
+    x = torch.randn(2, 3, 16)
     mlp = model.model.layers[0].mlp
     hidden = (x @ mlp.up_proj.weight.T).clamp(min=0) ** 2
     torch.testing.assert_close(mlp(x), hidden @ mlp.down_proj.weight.T)
@@ -133,25 +143,30 @@ def test_under_autocast_the_residual_stream_has_the_autocast_type(mixing):
 def test_weights_start_as_pytorchs_own_layers_do():
     model = small_model(hidden_size=64, max_position_embeddings=64)
     torch.manual_seed(0)
-    conv, linear, block = nn.Conv1d(64, 64, 1), nn.Linear(64, 256), model.model.layers[0]
-    lower, weight = torch.ones(64, 64).tril().bool(), block.mixing.conv.weight[0, 0]
+    conv = nn.Conv1d(64, 64, 1)
+    linear = nn.Linear(64, 256)
+    block = model.model.layers[0]
+    weight = block.mixing.conv.weight[0, 0]
+    lower = torch.ones(64, 64).tril().bool()
     assert torch.count_nonzero(weight[~lower]) == 0
-    for found, wanted in (
+    for ours, pytorchs in (
         (weight[lower], conv.weight),
         (block.mlp.up_proj.weight, linear.weight),
         (model.model.embed_tokens.weight, torch.randn(10000)),
     ):
-        assert found.std().item() == pytest.approx(wanted.std().item(), rel=0.1)
+        assert ours.std().item() == pytest.approx(pytorchs.std().item(), rel=0.1)
 
 
 @pytest.mark.parametrize(
     ("mixing", "taps"),
     [(m, 1) for m in MIXINGS] + [(m, 3) for m in MIXINGS if not m.startswith(ONE_TAP)],
 )
-@pytest.mark.parametrize("others", [{}, TIED_WITH_NORM], ids=["", "tied-norm"])
-def test_every_variant_is_causal_and_survives_saving(mixing, taps, others, tmp_path):
-    model, ids = small_model(**MIXINGS[mixing] | {"mixer_kernel_size": taps} | others), tokens()
-    logits, changed = model(ids).logits, ids.clone()
+@pytest.mark.parametrize("options", [{}, TIED_WITH_NORM], ids=["", "tied-norm"])
+def test_every_variant_is_causal_and_survives_saving(mixing, taps, options, tmp_path):
+    model = small_model(**MIXINGS[mixing] | {"mixer_kernel_size": taps} | options)
+    ids = tokens()
+    logits = model(ids).logits
+    changed = ids.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % 50
     assert torch.equal(model(changed).logits[:, :7], logits[:, :7])
     model.save_pretrained(tmp_path)
@@ -163,7 +178,8 @@ def test_every_variant_is_causal_and_survives_saving(mixing, taps, others, tmp_p
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_token():
-    model, ids = small_model(), tokens()
+    model = small_model()
+    ids = tokens()
     logits = model(ids).logits[:, :-1].flatten(0, 1)
     expected = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     torch.testing.assert_close(model(ids, labels=ids).loss, expected)
@@ -171,7 +187,8 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_not_scored(side):
-    model, ids = small_model(), tokens(batch=2, length=6)
+    model = small_model()
+    ids = tokens(batch=2, length=6)
     pad = (2, 0) if side == "left" else (0, 2)
     padded, mask = (nn.functional.pad(x, pad) for x in (ids, torch.ones_like(ids)))
     loss = model(padded, attention_mask=mask, labels=padded).loss
@@ -179,7 +196,8 @@ def test_padding_is_not_scored(side):
 
 
 def test_outputs_are_a_tuple_where_a_call_or_the_configuration_says_so():
-    model, ids = small_model(), tokens()
+    model = small_model()
+    ids = tokens()
     loss, logits = model(ids, labels=ids, return_dict=False)
     torch.testing.assert_close((loss, logits), model(ids, labels=ids).to_tuple())
     model.config.return_dict = False
@@ -190,7 +208,8 @@ def test_outputs_are_a_tuple_where_a_call_or_the_configuration_says_so():
 
 @pytest.mark.parametrize("mixing", ["flat", "keyed", "keyed-lags", "gate-heads"])
 def test_torch_export_serves_batches_of_any_size_and_length(mixing):
-    model, ids = small_model(mixing_backend="dense", **MIXINGS[mixing]), tokens(batch=4)
+    model = small_model(mixing_backend="dense", **MIXINGS[mixing])
+    ids = tokens(batch=4)
     sizes = [torch.export.Dim("batch", min=2, max=64), torch.export.Dim("tokens", min=3, max=11)]
     exported = torch.export.export(
         model,
@@ -236,16 +255,17 @@ def test_training_needs_no_datasets_wandb_or_matplotlib_and_its_idle_threads_sle
     code += "print([m for m in ('datasets', 'wandb', 'matplotlib') if m in sys.modules])"
     environment = {name: os.environ[name] for name in os.environ if name != "OMP_WAIT_POLICY"}
     environment["OMP_DISPLAY_ENV"] = "verbose"  # OpenMP says on stderr what it has read
-    how = {"capture_output": True, "text": True, "check": True, "env": environment}
-    done = subprocess.run([sys.executable, "-c", code], **how)
-    assert done.stdout.strip() == "[]"
-    assert "GOMP_SPINCOUNT = '0'" in done.stderr  # unset it spins, but says 'PASSIVE', too
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
+    assert "GOMP_SPINCOUNT = '0'" in process.stderr  # unset it spins, but says 'PASSIVE', too
 
 
 @every_form
 def test_blocks_that_start_without_mixing_are_their_mlp_alone(form):
     model = small_model(mixing_init="zero", mixing_weight=form)
-    layer, x = model.model.layers[0], torch.randn(2, 12, model.config.hidden_size)
+    layer = model.model.layers[0]
+    x = torch.randn(2, 12, model.config.hidden_size)
     assert (layer.mixing.conv.mixing_weight() == 0).all()
     bias = layer.mixing.conv.bias[0, :12, None]
     assert bias.abs().min() > 0
@@ -267,8 +287,13 @@ def test_heads_that_start_as_shifts_pass_on_earlier_tokens(form):
 @every_form
 def test_keyed_mixing_starts_as_means_of_earlier_tokens(form):
     """Which fall by exp(-lag / SPANS[block + head])."""
-    how = {"mixing_init": "shift", "mixing_weight": form, "max_position_embeddings": 512}
-    model = small_model(num_mixer_heads=4, mixer_key_size=2, **how)
+    model = small_model(
+        num_mixer_heads=4,
+        mixer_key_size=2,
+        mixing_init="shift",
+        mixing_weight=form,
+        max_position_embeddings=512,
+    )
     for block, layer in enumerate(model.model.layers):
         for head, weight in enumerate(layer.mixing.keyed_conv.mixing_weight()[:, 0]):
             torch.testing.assert_close(weight.sum(-1), torch.ones(512))
@@ -282,20 +307,21 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
 
 
-def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_rounded_once(y: torch.Tensor, exact: torch.Tensor) -> None:
     """Off by the last bit of its type at most, and by the 3e-7 of the distribution."""
-    allowed = torch.finfo(found.dtype).eps * exact.abs() + 3e-7
-    assert ((found.double() - exact).abs() <= allowed).all()
+    allowed = torch.finfo(y.dtype).eps * exact.abs() + 3e-7
+    assert ((y.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_every_16_bit_value_has_the_gelu_and_the_derivative_of_the_exact_one(dtype):
     x = every_value(dtype)
     x = x[x.isfinite()].requires_grad_()
-    wide = x.detach().double().requires_grad_()
-    y, exact = short_gelu(x), wide * torch.special.ndtr(wide)
+    x64 = x.detach().double().requires_grad_()
+    y = short_gelu(x)
+    exact = x64 * torch.special.ndtr(x64)
     (dx,) = torch.autograd.grad(y.sum(), x)
-    (slope,) = torch.autograd.grad(exact.sum(), wide)
+    (slope,) = torch.autograd.grad(exact.sum(), x64)
     assert y.dtype == dx.dtype == dtype
     assert_rounded_once(y, exact)
     assert_rounded_once(dx, slope)
@@ -309,6 +335,7 @@ def test_code_compiled_for_a_gpu_has_the_short_gelu(dtype):
     x = every_value(dtype).cuda()
     x = x[x.isfinite()]
     torch._dynamo.reset()
-    compiled, short = torch.compile(gelu, fullgraph=True)(x), short_gelu(x)
+    compiled = torch.compile(gelu, fullgraph=True)(x)
+    short = short_gelu(x)
     torch.testing.assert_close(compiled, short, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert (compiled != nn.functional.gelu(x)).any()  # far below zero torch's own is less exact

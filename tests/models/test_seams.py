@@ -53,19 +53,29 @@ def test_the_pages_convolution_trains_and_its_weight_stays_narrow(
 ):
     """Whatever mixing_weight says, which it replaces."""
     code = LOW_RANK + VARIANT.replace("= convolution(config)", "= LowRank(config)")
-    how = [f"optim.name={optimizer}", f"model.mixing_init={initial}", "optim.lr=1e-2"]
-    how += [f"model.mixing_weight={form}"]
-    run_page(code, write_config, monkeypatch, "train.compile=no", *how)
+    overrides = [
+        "train.compile=no",
+        f"optim.name={optimizer}",
+        "optim.lr=1e-2",
+        f"model.mixing_init={initial}",
+        f"model.mixing_weight={form}",
+    ]
+    run_page(code, write_config, monkeypatch, *overrides)
     losses = read_losses(tmp_path / "runs/mine")
     assert losses[12] < losses[1] - 0.2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/mine/step-12")
     saved = load_file(tmp_path / "runs/mine/step-12/model.safetensors")
-    parts = {n: part for n, part in model.named_parameters() if n.endswith(("left", "right"))}
-    assert len(parts) == 2 * len(model.model.layers)
-    assert set(kinds_of(model).lags) == set(parts.values())
-    assert all(torch.equal(part, saved[name]) for name, part in parts.items())
+    factors = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith(("left", "right"))
+    }
+    assert len(factors) == 2 * len(model.model.layers)
+    assert set(kinds_of(model).lags) == set(factors.values())
+    assert all(torch.equal(factor, saved[name]) for name, factor in factors.items())
     for conv in (block.mixing.conv for block in model.model.layers):
-        weight, x = conv.mixing_weight()[0, 0], torch.randn(2, conv.context, conv.channels)
+        weight = conv.mixing_weight()[0, 0]
+        x = torch.randn(2, conv.context, conv.channels)
         assert torch.linalg.matrix_rank(weight).item() == 8
         torch.testing.assert_close(conv(x), weight.tril() @ x + conv.bias.T)
     ids = tokens(batch=2, length=4)
@@ -77,10 +87,10 @@ class Uneven(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.parts = nn.ModuleList(TriangularConv(config) for _ in range(self.count))
+        self.convs = nn.ModuleList(TriangularConv(config) for _ in range(self.count))
 
     def forward(self, x, residual, past=None):
-        for conv in self.parts:
+        for conv in self.convs:
             x = conv(x, None, past)
         return residual + x
 
@@ -90,8 +100,9 @@ class Uneven(nn.Module):
 def test_blocks_may_have_different_numbers_of_convolutions(counts, static, monkeypatch):
     kinds = [type(f"Uneven{count}", (Uneven,), {"count": count}) for count in counts]
     monkeypatch.setattr(modeling, "mixing_class", lambda config, block: kinds[block])
-    model, ids = lively_model(num_hidden_layers=len(counts)), tokens(batch=2, length=4)
+    model = lively_model(num_hidden_layers=len(counts))
+    ids = tokens(batch=2, length=4)
     cache = MixingCache(model.config, static)
     written = generate(model, ids, past_key_values=cache)
     assert torch.equal(written, generate(model, ids, use_cache=False))
-    assert len(cache.kept) == sum(counts)
+    assert len(cache.memories) == sum(counts)

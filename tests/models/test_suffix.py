@@ -12,22 +12,23 @@ def test_the_latest_place_with_the_most_equal_tokens_is_found(length, longest, c
     ids = torch.randint(0, 3, (4, length), generator=torch.Generator().manual_seed(0))
     tokens, equal = followers(ids, torch.arange(length)[None], context, longest)
     ones = [followers(ids, torch.tensor([[i]]), context, longest) for i in range(length)]
-    assert (torch.cat([one for one, _ in ones], 1) == tokens).all()
-    assert (torch.cat([one for _, one in ones], 1) == equal).all()
+    assert (torch.cat([token for token, _ in ones], 1) == tokens).all()
+    assert (torch.cat([count for _, count in ones], 1) == equal).all()
     for text, token, count in zip(ids.tolist(), tokens.tolist(), equal.tolist(), strict=True):
         for i in range(length):
-            found = (0, None)
+            expected = (0, None)
             for n in range(1, min(longest, i + 1) + 1):
-                own = text[i - n + 1 : i + 1]
-                places = [j for j in range(n - 1, i) if text[j - n + 1 : j + 1] == own]
-                if places and i - places[-1] < context:
-                    found = (n, text[places[-1] + 1])
-            assert (count[i], token[i] if count[i] else None) == found
+                suffix = text[i - n + 1 : i + 1]
+                ends = [j for j in range(n - 1, i) if text[j - n + 1 : j + 1] == suffix]
+                if ends and i - ends[-1] < context:
+                    expected = (n, text[ends[-1] + 1])
+            assert (count[i], token[i] if count[i] else None) == expected
 
 
 def test_rows_that_a_checkpoint_does_not_have_start_at_zero(tmp_path):
     model = small_model(**MIXINGS["gate-heads"])
     model.save_pretrained(tmp_path)
-    other = {"vocab_size": model.config.vocab_size + 7, "ignore_mismatched_sizes": True}
-    loaded = type(model).from_pretrained(tmp_path, **other)
+    loaded = type(model).from_pretrained(
+        tmp_path, vocab_size=model.config.vocab_size + 7, ignore_mismatched_sizes=True
+    )
     assert not loaded.model.suffix_match.embed_tokens.weight.any()

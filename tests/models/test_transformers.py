@@ -21,8 +21,12 @@ from transformers import (
 )
 
 from mixer.data.tokenizer import train_tokenizer
-from mixer.models.masked_mixer.configuration import AUTO_MAP, copy_code
+from mixer.models.masked_mixer.configuration import AUTO_MAP, code_files, copy_code
 
+COPIED = (
+    "# Copied beside every saved model: "
+    "it imports from this package only files that are copied too.\n"
+)
 SETTINGS = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
 LOAD_ELSEWHERE = """
 import pathlib, sys, torch
@@ -36,10 +40,10 @@ for path in [*pathlib.Path("saved").iterdir(), *pathlib.Path("with_package").ite
     ids, mask, logits, written = torch.load(path / "expected.pt")
     body = AutoModel.from_pretrained(path, trust_remote_code=True)
     hidden = body(ids, attention_mask=mask).last_hidden_state
-    for found in (model(ids, attention_mask=mask).logits, model.lm_head(hidden)):
-        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
-    how = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert torch.equal(model.generate(ids, attention_mask=mask, **how)[:, -8:], written)
+    for again in (model(ids, attention_mask=mask).logits, model.lm_head(hidden)):
+        torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-5)
+    greedy = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **greedy)[:, -8:], written)
     model(ids, labels=ids).loss.backward()
     assert ("mixer.ops" in sys.modules) == there
     model.save_pretrained(pathlib.Path("again", path.name))
@@ -53,22 +57,37 @@ def test_modeling_itself_imports_every_other_file_of_the_saved_code(tmp_path):
     assert {f"{name}.py" for name in imported} == CODE - {"modeling.py"}
 
 
+def test_files_that_are_copied_beside_a_model_say_so_and_import_no_others():
+    copied = code_files()
+    files = (ROOT / "mixer").rglob("*.py")
+    assert {path for path in files if path.read_text().startswith(COPIED)} == set(copied)
+    modules = {path.stem for path in copied}
+    for path in copied:
+        imported = re.findall(r"^ *from (?:mixer\.\w+)?\.(\w+) import", path.read_text(), re.M)
+        assert set(imported) <= modules, path
+
+
 def test_the_saved_code_loads_where_the_package_is_absent_or_not_imported(tmp_path):
     models = {name: lively_model(**mixing) for name, mixing in MIXINGS.items()}
-    places = {tmp_path / "saved" / name: model for name, model in models.items()}
-    places[tmp_path / "with_package" / "there"] = models["gate-heads"]
+    directories = {tmp_path / "saved" / name: model for name, model in models.items()}
+    directories[tmp_path / "with_package" / "there"] = models["gate-heads"]
     ids, mask = padded("left")
-    for place, model in places.items():
-        model.save_pretrained(place)
+    for directory, model in directories.items():
+        model.save_pretrained(directory)
         logits = model(ids, attention_mask=mask).logits.detach()
         expected = (ids, mask, logits, generate(model, ids, attention_mask=mask))
-        torch.save(expected, place / "expected.pt")
+        torch.save(expected, directory / "expected.pt")
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": str(ROOT)}
-    command, how = [sys.executable, "-c", LOAD_ELSEWHERE], {"capture_output": True, "text": True}
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, **how)
-    assert done.returncode == 0, done.stderr
-    for place, model in places.items():
-        written = tmp_path / "again" / place.name
+    process = subprocess.run(
+        [sys.executable, "-c", LOAD_ELSEWHERE],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    for directory, model in directories.items():
+        written = tmp_path / "again" / directory.name
         assert {path.name for path in written.iterdir()} >= CODE
         # with the package imported: its own class
         again = AutoModelForCausalLM.from_pretrained(written)
@@ -109,19 +128,25 @@ def test_loading_in_half_precision(dtype, tmp_path):
     model.save_pretrained(tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     assert {parameter.dtype for parameter in half.parameters()} == {dtype}
-    found = half(tokens()).logits.float()
-    torch.testing.assert_close(found, model(tokens()).logits, rtol=5e-2, atol=5e-2)
+    logits = half(tokens()).logits.float()
+    torch.testing.assert_close(logits, model(tokens()).logits, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("mixing", ["expansion", "keyed-parts", "rows"])
 def test_a_device_map_spreads_the_blocks(tmp_path, mixing):
-    model, ids = lively_model(**MIXINGS[mixing]), tokens(batch=2, length=4)
+    model = lively_model(**MIXINGS[mixing])
+    ids = tokens(batch=2, length=4)
     model.save_pretrained(tmp_path / "model", max_shard_size="5KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    parts |= {"model.norm": "cpu", "lm_head": "disk"}
+    device_map = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "lm_head": "disk",
+    }
     spread = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offload"
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
     )
     torch.testing.assert_close(spread(ids).logits, model(ids).logits)
     assert torch.equal(generate(spread, ids), generate(model, ids))
@@ -140,8 +165,11 @@ def test_value_embeddings_of_earlier_versions_are_refused_and_their_zero_start_i
 
 
 def test_gradient_checkpointing_has_the_same_gradients_and_no_cache():
-    model, ids = lively_model().train(), tokens(batch=2, length=6)
-    expected, gradients, calls = generate(model, ids), [], []
+    model = lively_model().train()
+    ids = tokens(batch=2, length=6)
+    expected = generate(model, ids)
+    gradients = []
+    calls = []
     for layer in model.model.layers:
         layer.mixing.register_forward_hook(lambda *_: calls.append(1))
     for checkpointing in (False, True):
@@ -163,10 +191,16 @@ def test_transformers_trainer_trains_it_and_saves_what_loads(tmp_path):
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     texts = ["def read(self, size):", "def write(self, text): return", "def read", "self"] * 6
     rows = [{"input_ids": tokenizer(text).input_ids} for text in texts]
-    how = {"max_steps": 30, "learning_rate": 1e-2, "gradient_checkpointing": True}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=30,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+        **SETTINGS,
+    )
     trainer = Trainer(
         small_model(vocab_size=len(tokenizer), max_position_embeddings=32),
-        TrainingArguments(**SETTINGS, **how, output_dir=str(tmp_path)),
+        arguments,
         train_dataset=rows,
         eval_dataset=rows[:4],
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
@@ -186,17 +220,23 @@ def padded_row(number: int, side: str) -> dict[str, torch.Tensor]:
     """A text of LENGTHS[number] tokens; `mixed` pads every other one on the left, `inside` on both
     sides of its first token. The last text has a prompt before it that is not scored.
     """
-    text, width = tokens()[number % 3][: LENGTHS[number]], 12 if number > 2 else 4
+    text = tokens()[number % 3][: LENGTHS[number]]
+    width = 12 if number > 2 else 4
     left = {"left": 1, "right": 0, "mixed": number % 2, "inside": 0.5}[side]
     before = int(left * (width - len(text)))
-    places = torch.arange(before, before + len(text))
+    columns = torch.arange(before, before + len(text))
     if side == "inside":
-        places[0] = 0
-    row = {"input_ids": torch.zeros(width, dtype=torch.int64)}
-    row["labels"], row["attention_mask"] = row["input_ids"] - 100, row["input_ids"].clone()
-    row["input_ids"][places], row["labels"][places], row["attention_mask"][places] = text, text, 1
+        columns[0] = 0
+    row = {
+        "input_ids": torch.zeros(width, dtype=torch.int64),
+        "labels": torch.full((width,), -100),
+        "attention_mask": torch.zeros(width, dtype=torch.int64),
+    }
+    row["input_ids"][columns] = text
+    row["labels"][columns] = text
+    row["attention_mask"][columns] = 1
     if number == 5:
-        row["labels"][places[:4]] = -100
+        row["labels"][columns[:4]] = -100
     return row
 
 
@@ -221,9 +261,17 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_pad
     scored = [(labels[1:] != -100).sum() for _, labels in texts]
     gradient = torch.autograd.grad(sum(losses) / sum(scored), trained)
     expected = [weight.detach() - change for weight, change in zip(trained, gradient, strict=True)]
-    how = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 6}
-    how |= {"max_grad_norm": 0, "learning_rate": 1, "lr_scheduler_type": "constant", "optim": "sgd"}
-    arguments = TrainingArguments(**SETTINGS, **how, output_dir=str(tmp_path))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=6,
+        max_grad_norm=0,
+        learning_rate=1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        **SETTINGS,
+    )
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[3:])
     mean = (sum(losses[3:]) / sum(scored[3:])).item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(mean)
@@ -232,48 +280,51 @@ def test_a_step_of_the_trainer_is_the_mean_over_its_tokens_however_texts_are_pad
 
 
 def test_label_smoothing_of_the_trainer_is_that_of_the_next_token(tmp_path):
-    model, ids = small_model(), tokens()
-    how = SETTINGS | {"output_dir": str(tmp_path), "label_smoothing_factor": 0.1}
-    trainer = Trainer(model, TrainingArguments(**how))
+    model = small_model()
+    ids = tokens()
+    arguments = TrainingArguments(output_dir=str(tmp_path), label_smoothing_factor=0.1, **SETTINGS)
+    trainer = Trainer(model, arguments)
     loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
-    logits, targets = model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    wanted = functional.cross_entropy(logits, targets, label_smoothing=0.1)
-    torch.testing.assert_close(loss, wanted)
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    targets = ids[:, 1:].flatten()
+    expected = functional.cross_entropy(logits, targets, label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("kind", ["projected", "gate-heads", "keyed"])
-def test_quantizing_reaches_all_linear_layers(kind):
+@pytest.mark.parametrize("mixing", ["projected", "gate-heads", "keyed"])
+def test_quantizing_reaches_all_linear_layers(mixing):
     """Tools replace layers of the very type nn.Linear."""
-    model, ids = lively_model(**MIXINGS[kind]), tokens()
-    types = {type(part) for part in model.modules() if isinstance(part, torch.nn.Linear)}
+    model = lively_model(**MIXINGS[mixing])
+    ids = tokens()
+    types = {type(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
     assert types == {torch.nn.Linear}
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    assert not [part for part in quantized.modules() if type(part) is torch.nn.Linear]
-    off = quantized(ids).logits - model(ids).logits
-    assert 0 < off.norm() < 0.1 * model(ids).logits.norm()
+    assert not [layer for layer in quantized.modules() if type(layer) is torch.nn.Linear]
+    error = quantized(ids).logits - model(ids).logits
+    assert 0 < error.norm() < 0.1 * model(ids).logits.norm()
 
 
 def test_lora_on_the_linear_layers(tmp_path):
-    model, (ids, mask) = lively_model(num_mixer_heads=2), padded("left")
+    model = lively_model(num_mixer_heads=2)
+    ids, mask = padded("left")
     base = model(ids, attention_mask=mask).logits
     linear = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, linear)
     names = [name.split(".lora_A")[0] for name, _ in adapted.named_parameters() if "lora_A" in name]
-    places = {name.rpartition(".")[2] for name in names}
-    assert places == {"in_proj", "out_proj", "up_proj", "down_proj"}
+    layers = {name.rpartition(".")[2] for name in names}
+    assert layers == {"in_proj", "out_proj", "up_proj", "down_proj"}
     torch.testing.assert_close(adapted(ids, attention_mask=mask).logits, base)
-    for name, part in adapted.named_parameters():
+    for name, parameter in adapted.named_parameters():
         if "lora_B" in name:  # zero at the start, where an adapter changes nothing
-            torch.nn.init.normal_(part, std=0.1)
+            torch.nn.init.normal_(parameter, std=0.1)
     expected = adapted(ids, attention_mask=mask).logits
     assert not torch.allclose(expected, base)
-    how = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    written = adapted.generate(input_ids=ids, **how)
+    written = generate(adapted, ids, attention_mask=mask)
     merged = adapted.merge_and_unload()
-    assert torch.equal(merged.generate(ids, **how), written)
+    assert torch.equal(generate(merged, ids, attention_mask=mask), written)
     merged.save_pretrained(tmp_path)
-    for found in (merged, AutoModelForCausalLM.from_pretrained(tmp_path)):
-        logits = found(ids, attention_mask=mask).logits
+    for again in (merged, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        logits = again(ids, attention_mask=mask).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -122,8 +122,12 @@ def test_a_library_loads_without_a_gpu_and_the_gradient_of_lags_needs_no_square(
     library = cuda.kernels.__wrapped__(0)
     assert b"driver" in library.mixer_error_string(35)
     params = cuda.Params(batch=1, tokens=1 << 17, context=1 << 17, channels=512, heads=1)
-    params.columns, params.lag_zero, params.dtype = (1 << 17) + 128, 1 << 17, 1
-    params.capability, params.processors = capability, 132
+    params.columns = (1 << 17) + 128
+    params.lag_zero = 1 << 17
+    params.window = 1 << 17
+    params.dtype = 1
+    params.capability = capability
+    params.processors = 132
     assert 0 < library.mixer_grad_weight_workspace(ctypes.byref(params)) < 32 << 20
 
 
@@ -149,7 +153,7 @@ def test_a_library_is_built_once_for_its_sources_and_needs_no_nvcc_then(tiny, mo
     second = build.library((8, 0), tiny)
     assert first != second
     assert (ctypes.CDLL(str(first)).answer(), ctypes.CDLL(str(second)).answer()) == (42, 43)
-    monkeypatch.setattr(build.os, "access", lambda *about: False)
+    monkeypatch.setattr(build.os, "access", lambda path, mode: False)
     assert build.library((8, 0), tiny) == second
     with pytest.raises(UserError, match="pip install nvidia-cuda-nvcc"):
         build.library((9, 0), tiny)
@@ -203,16 +207,16 @@ def test_compiler_error_is_quoted_and_leaves_nothing_behind(tiny, cache):
 
 @needs_nvcc
 @pytest.mark.parametrize(
-    ("capability", "said"),
+    ("capability", "message"),
     [
         ((7, 0), r"compute_70(.|\n)* 7.0 the last is 12.9(.|\n)*`export CUDA_HOME="),
         ((9, 9), "compute_99"),
         ((6, 1), "7.0 or newer; this GPU has 6.1"),
     ],
 )
-def test_a_gpu_that_nvcc_or_the_kernels_do_not_know_is_named(tiny, capability, said):
+def test_a_gpu_that_nvcc_or_the_kernels_do_not_know_is_named(tiny, capability, message):
     """The nvcc here no longer knows 7.0."""
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         build.library(capability, tiny)
 
 
@@ -258,8 +262,8 @@ def test_the_command_builds_although_there_is_a_library(fake_nvcc, tmp_path, mon
         fake_nvcc("cuda-12", compiles=WHOLE.replace("whole", "another"))
         build.main(["--arch", "8.0"])
         assert (path.read_text(), in_use.read()) == ("another\n", "whole\n")
-    said = capsys.readouterr().out
-    assert str(path) in said and str(path.with_name("build.log")) in said
+    output = capsys.readouterr().out
+    assert str(path) in output and str(path.with_name("build.log")) in output
 
 
 # ------------------------------------------------------------------------- cache

@@ -17,15 +17,17 @@ UNITS = ["hopper_product", "hopper_grad_weight"]
 JOBS = 2
 CASES = 45  # of each plan, each in a process of its own
 # This seed shows all mistakes soon, and a run ends at the first failure.
-MUTANT_SEED, MUTANT_CASES = 1, 1500
+MUTANT_SEED = 1
+MUTANT_CASES = 1500
 PLANS = {"resident": (1, 256), "resident_alone": (257, 512), "streamed": (513, 2000)}  # tokens
 
 pytestmark = needs_nvcc
 
 
-PRODUCT, TILE = "hopper_product.cu", "hopper_tile.cuh"
+PRODUCT = "hopper_product.cu"
+TILE = "hopper_tile.cuh"
 WAIT = "      wgmma_wait<0>();\n"
-RELEASE = "      if (!in_place || step + 1 < steps) barriers.ring.release(slot);\n"
+RELEASE = "      if (!in_place || step + 1 < end) barriers.ring.release(slot);\n"
 RELEASE_ALL = "      barriers.ring.release_for_warpgroup(slot);\n"
 # What is wrong, the plan of forward in which it must be seen, and edits (file, old text, new text).
 MISTAKES = {

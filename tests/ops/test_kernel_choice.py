@@ -48,19 +48,21 @@ def test_auto_takes_the_kernels_for_what_they_serve_and_says_why_not(
 
 @pytest.mark.skipif(not keyed.HAS_TRITON, reason="no Triton here")
 @pytest.mark.parametrize(
-    ("capability", "about", "serve"),
+    ("capability", "changes", "serve"),
     [
         (90, {}, True),
         (90, {"dtype": torch.float64}, False),
-        (90, {"key": 24}, False),
+        (90, {"key_size": 24}, False),
         (90, {"context": 65536}, False),
         (70, {}, False),
     ],
 )
 def test_keyed_mixing_takes_its_kernels_or_says_what_they_take(
-    gpu, caplog, capability, about, serve
+    gpu, caplog, capability, changes, serve
 ):
-    given = {"dtype": torch.float16, "key": 64, "value": 64, "context": 512} | about
-    assert keyed.kernels_serve(gpu(capability), **given) == serve
-    said = f"for {given['dtype']}, keys of {given['key']} and values of 64"
-    assert (said in caplog.text) == (not serve)
+    dtype = changes.get("dtype", torch.float16)
+    key_size = changes.get("key_size", 64)
+    context = changes.get("context", 512)
+    assert keyed.kernels_serve(gpu(capability), dtype, key_size, 64, context) == serve
+    message = f"for {dtype}, keys of {key_size} and values of 64"
+    assert (message in caplog.text) == (not serve)

@@ -15,8 +15,8 @@ import torch
 from toolchain import first_and_slow
 
 from mixer.ops import keyed_conv, plain
-from mixer.ops.keyed import AROUND, LARGEST_TILE, SHIFTS, strips_of
 from mixer.ops.plain import weight_by_lag
+from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, strips_of
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "mixer" / "ops" / "keyed_kernels.py"
@@ -77,7 +77,8 @@ MISTAKES = {
 @needs_triton
 @pytest.mark.parametrize("mistake", first_and_slow(MISTAKES))
 def test_mistakes_are_seen_on_the_cpu(mistake, tmp_path):
-    text, (old, new) = KERNELS.read_text(), MISTAKES[mistake]
+    text = KERNELS.read_text()
+    old, new = MISTAKES[mistake]
     assert text.count(old) == 1
     wrong = tmp_path / "keyed_kernels.py"
     wrong.write_text(text.replace(old, new))
@@ -141,8 +142,8 @@ def compile_for(capability: int, kernel: str, dtype: torch.dtype, size: int):
     signature = {name: types.get(name, "i32") for name in function.arg_names}
     # As pointers of tensors and their strides are.
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(function.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(function.arg_names)
         if name not in constants and name not in ("scale", "batch")
     }
     source = ASTSource(function, signature, constants, aligned)
@@ -178,13 +179,13 @@ def by_a_loop(query, key, value, lags, bias, decay) -> torch.Tensor:
         for i in range(tokens):
             for h in range(heads):
                 scores = key[b, : i + 1, h] @ query[b, i, h] / query.shape[-1] ** 0.5
-                fits = scores.exp() / scores.exp().mean()
+                matches = scores.exp() / scores.exp().mean()
                 lag = i - torch.arange(i + 1)
                 weight = lags[h, 0, lag]
                 if decay is not None:
                     falling = (-lag * decay[h]).exp()
                     weight = weight + falling / falling.sum()
-                rows.append(bias[h, i] + (weight * fits) @ value[b, : i + 1, h])
+                rows.append(bias[h, i] + (weight * matches) @ value[b, : i + 1, h])
     return torch.stack(rows).view(batch, tokens, -1)
 
 
@@ -198,12 +199,12 @@ def test_lags_are_a_weight_by_lag(decay):
     query, key, value, lags, bias = leaves
     decay = decay and torch.tensor(decay, dtype=torch.float64)
     ours = keyed_conv(query, key, value, bias=bias, lags=lags, decay=decay)
-    wanted = by_a_loop(*leaves, decay)
-    dy = torch.randn_like(wanted)
-    grads, wanted_grads = (torch.autograd.grad(y, leaves, dy) for y in (ours, wanted))
-    for one, other in zip([ours, *grads], [wanted, *wanted_grads], strict=True):
-        torch.testing.assert_close(one, other)
-    assert not grads[3][..., 9:].any()
+    expected = by_a_loop(*leaves, decay)
+    dy = torch.randn_like(expected)
+    gradients = torch.autograd.grad(ours, leaves, dy)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, leaves, dy))
+    assert not gradients[3][..., 9:].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 128, 400])
@@ -215,34 +216,42 @@ def test_strips_are_the_weight(tokens, decay):
     lags = torch.randn(1, 1, 512)
     decay = None if decay is None else torch.tensor([decay])
     strips, rest, falls = strips_of(lags, decay, tokens, torch.float32)
-    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
-    start, origin = i // LARGEST_TILE * LARGEST_TILE, strips.shape[-1] - AROUND
+    i = torch.arange(tokens)[:, None]
+    j = torch.arange(tokens)
+    start = i // LARGEST_TILE * LARGEST_TILE
+    origin = strips.shape[-1] - AROUND
     at = (origin + j - i // SHIFTS * SHIFTS).clamp(max=strips.shape[-1] - 1)
     near = strips[0, 0, SHIFTS - 1 - i % SHIFTS, at]
     at = (AROUND + i - j // SHIFTS * SHIFTS).clamp(min=0)
     turned = strips[0, 1, SHIFTS - 1 - j % SHIFTS, at]
     assert torch.equal(turned.tril(), near.tril())
     risen = (falls * (j - start)).clamp(max=60).exp2()
-    found = (near + rest[0, :, None] * risen).tril()
+    weight = (near + rest[0, :, None] * risen).tril()
     exact = weight_by_lag(lags.double(), None if decay is None else decay.double(), tokens)
-    torch.testing.assert_close(found, exact[0, 0].float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weight, exact[0, 0].float(), rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------- which calls get them
 
 
-def given(**changes) -> dict:
-    """Arguments of keyed_conv, of two texts, 12 tokens and two heads."""
-    tensors = {"query": (2, 12, 32), "key": (2, 12, 32), "value": (2, 12, 8)}
-    tensors |= {"weight": (2, 1, 16, 16), "bias": (2, 16)} | changes
-    return {name: torch.randn(shape) for name, shape in tensors.items()}
+def arguments_of(changes: dict[str, tuple] | None = None) -> dict[str, torch.Tensor]:
+    """Of keyed_conv, of two texts, 12 tokens and two heads; changes: other shapes."""
+    shapes = {
+        "query": (2, 12, 32),
+        "key": (2, 12, 32),
+        "value": (2, 12, 8),
+        "weight": (2, 1, 16, 16),
+        "bias": (2, 16),
+    }
+    shapes |= changes or {}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda", "dense"])
 def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
-    inputs = given()
-    wanted = plain.keyed_conv(**inputs)
-    torch.testing.assert_close(keyed_conv(**inputs, backend=backend), wanted)
+    inputs = arguments_of()
+    expected = plain.keyed_conv(**inputs)
+    torch.testing.assert_close(keyed_conv(**inputs, backend=backend), expected)
     meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
     assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
     meta["lags"] = meta.pop("weight")[..., 0]
@@ -268,10 +277,11 @@ def test_arguments_that_do_not_fit_are_refused_with_their_shapes(changes):
     with pytest.raises(
         ValueError, match=rf"keyed_conv needs .*; it got .*{name} {re.escape(str(shape))}"
     ):
-        keyed_conv(**given(**changes))
+        keyed_conv(**arguments_of(changes))
 
 
 def test_other_types_are_refused():
-    inputs = given()
+    inputs = arguments_of()
+    inputs["key"] = inputs["key"].half()
     with pytest.raises(ValueError, match=r"key \(2, 12, 32\) torch.float16 on cpu"):
-        keyed_conv(**inputs | {"key": inputs["key"].half()})
+        keyed_conv(**inputs)

@@ -9,7 +9,7 @@ from keyed_cases import Case, check, drawn
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.models.masked_mixer.convolution import KeyedConv
 from mixer.ops import keyed, keyed_conv
-from mixer.ops.keyed import weights_of
+from mixer.ops.strips import weights_of
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -31,8 +31,19 @@ def test_random_cases_are_right(seed):
 @pytest.mark.parametrize("offset", [1, 8])
 def test_queries_keys_and_values_may_begin_anywhere(tokens, dtype, offset):
     """With 8, tokens stand no multiple of 16 numbers apart."""
-    sizes = {"batch": 2, "heads": 2, "key": 32, "value": 16, "tokens": tokens, "context": tokens}
-    check(Case(**sizes, dtype=dtype, wide_weight=True, form="lags", offset=offset), "cuda")
+    case = Case(
+        batch=2,
+        heads=2,
+        key=32,
+        value=16,
+        tokens=tokens,
+        context=tokens,
+        dtype=dtype,
+        wide_weight=True,
+        form="lags",
+        offset=offset,
+    )
+    check(case, "cuda")
 
 
 @pytest.mark.parametrize("tokens", [512, 200])
@@ -54,15 +65,16 @@ def test_weights_by_lag_are_one_operator_to_compiled_code_and_graphs(tokens):
         y = conv(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
-    wanted = results(conv)
-    for one, other in zip(results(torch.compile(conv, fullgraph=True)), wanted, strict=True):
+    expected = results(conv)
+    compiled = results(torch.compile(conv, fullgraph=True))
+    for ours, eager in zip(compiled, expected, strict=True):
         # The compiler may round the strips another way.
-        assert (one - other).norm() <= 1e-3 * other.norm()
+        assert (ours - eager).norm() <= 1e-3 * eager.norm()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = results(conv)
     graph.replay()
-    assert all(map(torch.equal, captured, wanted))
+    assert all(map(torch.equal, captured, expected))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -77,17 +89,18 @@ def test_a_model_has_the_gradients_of_plain_pytorch_and_the_same_bits_each_time(
     call = torch.compile(model, fullgraph=True) if compiled else model
 
     def gradients(backend: str) -> list[torch.Tensor]:
-        for part in model.modules():
-            if isinstance(part, KeyedConv):
-                part.backend = backend
+        for module in model.modules():
+            if isinstance(module, KeyedConv):
+                module.backend = backend
         with torch.autocast("cuda", torch.bfloat16):
             loss = call(input_ids=ids, labels=ids, use_cache=False).loss
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
     plain, ours, again = (gradients(backend) for backend in ("dense", "cuda", "cuda"))
     names = ["loss", *(name for name, _ in model.named_parameters())]
-    for name, one, other in zip(names, ours, again, strict=True):
+    for name, first, second in zip(names, ours, again, strict=True):
         # The compiler adds up an embedding's gradient by atomics, in any order.
-        assert "embed" in name or torch.equal(one, other), name
-    for one, other in zip(ours, plain, strict=True):
-        assert (one - other).norm() <= 5e-2 * other.norm()  # both round to bf16 in each layer
+        assert "embed" in name or torch.equal(first, second), name
+    for result, expected in zip(ours, plain, strict=True):
+        # Both round to bf16 in each layer.
+        assert (result - expected).norm() <= 5e-2 * expected.norm()

@@ -65,7 +65,8 @@ def test_the_kernels_source_is_right_on_the_cpu(shape, dtype, weight_dtype, kern
     for length in (1, 7, 129):
         arguments = case(*shape, length, dtype, weight_dtype, ragged=length != 7)
         expected, written = exact(*arguments)
-        memory, residual = arguments[0], arguments[4] if length != 1 else None
+        memory = arguments[0]
+        residual = arguments[4] if length != 1 else None
         y = triangular.launch(*arguments[:4], residual, arguments[5])
         expected = expected if residual is not None else expected - arguments[4].double()
         torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
@@ -85,7 +86,8 @@ def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
 @needs_nvcc
 @pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
 def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
-    model, (ids, mask) = lively_model(num_mixer_heads=2, mixer_expansion=True), padded("left")
+    model = lively_model(num_mixer_heads=2, mixer_expansion=True)
+    ids, mask = padded("left")
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)
     assert not kernel
@@ -95,10 +97,10 @@ def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
     assert len(kernel) == 3 * 2 * len(model.model.layers)
 
 
-@pytest.mark.parametrize("how", ["plain", "autocast", "gradient"])
-def test_compiled_and_eager_calls_agree(how):
+@pytest.mark.parametrize("mode", ["plain", "autocast", "gradient"])
+def test_compiled_and_eager_calls_agree(mode):
     memory, x, weight, bias, residual, positions = case(3, 2, 20, 7, torch.float32, torch.float32)
-    parameters = [weight.nan_to_num(0).requires_grad_(how == "gradient"), bias]
+    parameters = [weight.nan_to_num(0).requires_grad_(mode == "gradient"), bias]
 
     def step(memory):
         return mix_row(memory, x, *parameters, residual, positions)
@@ -106,9 +108,9 @@ def test_compiled_and_eager_calls_agree(how):
     results = []
     for call in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         written = memory.nan_to_num(0).clone()
-        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
             y = call(written)
         results.append([y.detach(), written])
-        if how == "gradient":
+        if mode == "gradient":
             results[-1] += torch.autograd.grad(y.sum(), parameters[:1])
     torch.testing.assert_close(*results)

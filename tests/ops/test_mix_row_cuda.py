@@ -27,9 +27,9 @@ def kernels():
 
 def on_gpu(arguments):
     """The same on the GPU; the memory stays a view into a longer one, with NaN behind it."""
-    memory, *others = arguments
-    whole = memory._base.cuda()
-    return whole[:, :, : memory.shape[2]], *(t.cuda() for t in others)
+    memory, *tensors = arguments
+    longer = memory._base.cuda()
+    return longer[:, :, : memory.shape[2]], *(tensor.cuda() for tensor in tensors)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -59,7 +59,8 @@ def test_a_captured_call_goes_on_from_the_positions_in_memory():
     )
     memory.nan_to_num_(0)
     mix_row(memory.clone(), x, weight, bias, residual, positions)  # what is built on first use
-    graph, replayed = torch.cuda.CUDAGraph(), memory.clone()
+    graph = torch.cuda.CUDAGraph()
+    replayed = memory.clone()
     with torch.cuda.graph(graph):
         y = mix_row(replayed, x, weight, bias, residual, positions)
     for step in range(5):
@@ -71,11 +72,12 @@ def test_a_captured_call_goes_on_from_the_positions_in_memory():
 
 
 @pytest.mark.parametrize("variant", MIXINGS.values(), ids=MIXINGS.keys())
-@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("search", SETTINGS)
 @pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
-def test_a_model_writes_what_it_writes_uncached(variant, how, cache):
-    model, (ids, mask) = lively_model(**variant).cuda(), padded("left")
-    settings = {"attention_mask": mask.cuda(), **SETTINGS[how]}
+def test_a_model_writes_what_it_writes_uncached(variant, search, cache):
+    model = lively_model(**variant).cuda()
+    ids, mask = padded("left")
+    settings = {"attention_mask": mask.cuda(), **SETTINGS[search]}
     expected = generate(model, ids.cuda(), use_cache=False, **settings)
     assert torch.equal(
         generate(model, ids.cuda(), cache_implementation=cache, **settings), expected
@@ -83,8 +85,10 @@ def test_a_model_writes_what_it_writes_uncached(variant, how, cache):
 
 
 def test_steps_are_captured_once_and_last_through_a_reset():
-    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
-    cache, graphs = MixingCache(model.config, static=True), set()
+    model = lively_model().cuda()
+    ids = tokens(batch=2, length=5).cuda()
+    cache = MixingCache(model.config, static=True)
+    graphs = set()
     for prompt in (ids, ids[:, :3]):
         assert torch.equal(generate(model, prompt, past_key_values=cache), generate(model, prompt))
         graphs.add(id(cache.captured.graph))
@@ -93,22 +97,24 @@ def test_steps_are_captured_once_and_last_through_a_reset():
 
 
 def test_a_step_is_captured_anew_for_moved_parameters_and_another_model():
-    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
-    other = lively_model(final_norm=True).cuda()
+    model = lively_model().cuda()
+    ids = tokens(batch=2, length=5).cuda()
+    another = lively_model(final_norm=True).cuda()
     cache = MixingCache(model.config, static=True)
     generate(model, ids, past_key_values=cache)
-    freed = model.cpu()  # what the graph read is memory for others now
-    others = [
+    freed = model.cpu()  # what the graph read is memory for other tensors now
+    overwriting = [
         torch.full_like(parameter, torch.nan, device="cuda") for parameter in freed.parameters()
     ]
-    for moved in (model.cuda(), other):
+    for moved in (model.cuda(), another):
         cache.reset()
         assert torch.equal(generate(moved, ids, past_key_values=cache), generate(moved, ids))
-    del others
+    del overwriting
 
 
 def test_a_cache_is_copied_with_its_captured_step():
-    model, ids = lively_model().cuda(), tokens(batch=2, length=5).cuda()
+    model = lively_model().cuda()
+    ids = tokens(batch=2, length=5).cuda()
     cache = MixingCache(model.config, static=True)
     expected = generate(model, ids, past_key_values=cache)
     assert cache.captured is not None
@@ -119,7 +125,9 @@ def test_a_cache_is_copied_with_its_captured_step():
 
 
 def test_captured_steps_leave_no_memory_behind():
-    model, ids, used = lively_model().cuda(), tokens(batch=2, length=5).cuda(), []
+    model = lively_model().cuda()
+    ids = tokens(batch=2, length=5).cuda()
+    used = []
     for _ in range(4):
         generate(model, ids, cache_implementation="static")
         gc.collect()
@@ -129,9 +137,10 @@ def test_captured_steps_leave_no_memory_behind():
 
 @torch.no_grad()
 def test_a_captured_step_has_the_logits_of_one_that_is_not():
-    model, ids = lively_model().cuda(), tokens(batch=2).cuda()
+    model = lively_model().cuda()
+    ids = tokens(batch=2).cuda()
     caches = [MixingCache(model.config, static=static) for static in (True, False)]
-    for start, end in ((0, 4), *((place, place + 1) for place in range(4, 12))):
+    for start, end in ((0, 4), *((column, column + 1) for column in range(4, 12))):
         steps = [
             model(ids[:, start:end], past_key_values=cache, use_cache=True).logits
             for cache in caches

@@ -48,7 +48,8 @@ def make(tokens, context, channels, batch, heads, taps, dtype=torch.float64, by_
             torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         )
 
-    x, residual = normal(batch, tokens, channels), normal(batch, tokens, channels)
+    x = normal(batch, tokens, channels)
+    residual = normal(batch, tokens, channels)
     shape = (heads, taps, context) if by_lag else (heads, taps, context, context)
     return x, normal(*shape), normal(heads, context), residual
 
@@ -57,8 +58,9 @@ def convolve(backend):
     """The operator with a weight of either kind, which its dimensions tell apart."""
 
     def call(x, weight, bias, residual):
-        kind = {"weight": weight} if weight.dim() == 4 else {"lags": weight}
-        return triangular_conv(x, bias=bias, residual=residual, backend=backend, **kind)
+        if weight.dim() == 4:
+            return triangular_conv(x, weight, bias, residual, backend)
+        return triangular_conv(x, None, bias, residual, backend, lags=weight)
 
     return call
 
@@ -78,12 +80,13 @@ def definition(x, weight, bias, residual):
         lag = torch.arange(context)[:, None] - torch.arange(context)
         weight = weight[..., lag.clamp(min=0)]
     padded = nn.functional.pad(x, (0, 0, 0, context - tokens))
-    parts = []
-    for head, part in enumerate(padded.chunk(heads, dim=-1)):
+    outputs = []
+    for head, channels in enumerate(padded.chunk(heads, dim=-1)):
         masked = weight[head].tril().permute(1, 2, 0)
-        added = None if bias is None else bias[head]
-        parts.append(nn.functional.conv1d(part, masked, added, padding="same")[:, :tokens])
-    y = torch.cat(parts, dim=-1)
+        head_bias = None if bias is None else bias[head]
+        output = nn.functional.conv1d(channels, masked, head_bias, padding="same")
+        outputs.append(output[:, :tokens])
+    y = torch.cat(outputs, dim=-1)
     return y if residual is None else y + residual
 
 
@@ -100,15 +103,15 @@ def test_output_and_gradients_are_those_of_a_masked_conv1d(backend, by_lag, shap
     arguments = make(*shape, by_lag=by_lag)
     dy = torch.randn_like(arguments[0])
     expected = gradients(definition, arguments, dy)
-    found = gradients(convolve(backend), arguments, dy)
+    results = gradients(convolve(backend), arguments, dy)
     for name, ours, theirs in zip(
-        ("y", "dx", "dweight", "dbias", "dresidual"), found, expected, strict=True
+        ("y", "dx", "dweight", "dbias", "dresidual"), results, expected, strict=True
     ):
         torch.testing.assert_close(
             ours, theirs, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
         )
     tokens = shape[0]  # exactly zero above the diagonal and beyond the tokens
-    above = found[2][..., tokens:] if by_lag else found[2].triu(1)
+    above = results[2][..., tokens:] if by_lag else results[2].triu(1)
     assert torch.count_nonzero(above) == 0
 
 
@@ -146,17 +149,18 @@ def test_derivatives_that_the_kernels_do_not_have_are_refused_and_never_left_out
 ):
     assert derivative("dense", by_lag).abs().max() > 1
     # Of transforms torch itself says that; of second derivatives we do.
-    said = "with functorch transforms" if derivative is transform else "'dense': use it"
-    with pytest.raises(RuntimeError, match=said):
+    message = "with functorch transforms" if derivative is transform else "'dense': use it"
+    with pytest.raises(RuntimeError, match=message):
         derivative("cuda", by_lag)
-    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match=said):
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match=message):
         derivative("cuda", by_lag)
 
 
 @pytest.mark.parametrize("by_lag", [False, True], ids=["weight", "lags"])
 def test_opcheck_of_the_operators(by_lag):
     x, weight, bias, residual = make(9, 12, 6, 2, 2, 1, torch.float32, by_lag=by_lag)
-    weight, window = weight.detach().squeeze(1).requires_grad_(), 12 * by_lag
+    weight = weight.detach().squeeze(1).requires_grad_()
+    window = 12 * by_lag
     for extra in ((bias, residual), (None, None)):
         torch.library.opcheck(torch.ops.mixer.triangular_conv.default, (x, weight, *extra))
     packed = cuda.one_tap(x, weight, bias, residual)[1].detach()
@@ -255,11 +259,11 @@ def test_autocast_casts_the_input_and_leaves_fp32_gradients_to_the_parameter(bac
 
 
 @pytest.mark.parametrize(
-    "kinds", [{}, {"weight": torch.ones(1, 1, 9, 9), "lags": torch.ones(1, 1, 9)}]
+    ("weight", "lags"), [(None, None), (torch.ones(1, 1, 9, 9), torch.ones(1, 1, 9))]
 )
-def test_exactly_one_kind_of_weight_is_given(kinds):
+def test_exactly_one_kind_of_weight_is_given(weight, lags):
     with pytest.raises(ValueError, match="either weight .* or lags"):
-        triangular_conv(torch.zeros(2, 7, 6), **kinds)
+        triangular_conv(torch.zeros(2, 7, 6), weight, lags=lags)
 
 
 def test_what_is_no_tensor_is_named():
@@ -291,9 +295,9 @@ SMALL = st.integers(1, 3)
 def tensors(draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor of this shape with any strides; sometimes of another shape, type or device."""
     if draw(st.integers(0, 19)) == 0:
-        place = draw(st.integers(0, len(shape) - 1))
-        other = draw(st.sampled_from(((), (0,), (1,), (2,), (5,), (1, 1))))
-        shape = (*shape[:place], *other, *shape[place + 1 :])
+        axis = draw(st.integers(0, len(shape) - 1))
+        sizes = draw(st.sampled_from(((), (0,), (1,), (2,), (5,), (1, 1))))
+        shape = (*shape[:axis], *sizes, *shape[axis + 1 :])
     if draw(st.integers(0, 19)) == 0:
         dtype = draw(st.sampled_from(TYPES))
     if draw(st.integers(0, 39)) == 0:
@@ -312,7 +316,10 @@ def tensors(draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @st.composite
 def arguments(draw) -> tuple:
-    heads, taps, batch, width = draw(SMALL), draw(SMALL), draw(st.integers(0, 3)), draw(SMALL)
+    heads = draw(SMALL)
+    taps = draw(SMALL)
+    batch = draw(st.integers(0, 3))
+    width = draw(SMALL)
     context = draw(st.integers(1, 9))
     tokens = draw(st.integers(1, context)) if draw(st.integers(0, 9)) else context + 1
     dtype = draw(st.sampled_from(DTYPES))
@@ -326,33 +333,37 @@ def arguments(draw) -> tuple:
     bias = draw(st.none() | tensors((heads, biases), weight_type))
     residual = draw(st.none() | tensors(shape, dtype))
     backend = draw(st.sampled_from((*BACKENDS, *BACKENDS, "triton")))
-    return x, weight, bias, residual, backend, "lags" if by_lag else "weight"
+    return x, weight, bias, residual, backend, by_lag
 
 
-def fits(x, weight, bias, residual, backend, kind) -> bool:
+def fits(x, weight, bias, residual, backend, by_lag) -> bool:
     """Whether the operator's documentation allows these arguments."""
-    dimensions = 3 if kind == "lags" else 4
+    dimensions = 3 if by_lag else 4
     if x.dim() != 3 or weight.dim() != dimensions or 0 in weight.shape:
         return False
-    (heads, _, *square), (_, tokens, channels) = weight.shape, x.shape
-    given = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
+    heads, _, *square = weight.shape
+    _, tokens, channels = x.shape
+    tensors = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
     return (
         backend in BACKENDS
         and len(set(square)) == 1
-        and 1 <= tokens <= (square[0] if kind == "weight" else tokens)
+        and 1 <= tokens
+        and (by_lag or tokens <= square[0])
         and channels > 0
         and channels % heads == 0
         and x.dtype in DTYPES
         and weight.dtype in (x.dtype, torch.float32)
         and (bias is None or (bias.dim(), bias.dtype) == (2, weight.dtype))
         and (bias is None or bias.shape[0] == heads and bias.shape[1] > 0)
-        and (bias is None or kind == "lags" or bias.shape[1] == square[0])
+        and (bias is None or by_lag or bias.shape[1] == square[0])
         and (residual is None or (residual.shape, residual.dtype) == (x.shape, x.dtype))
-        and len({tensor.device for tensor in given}) == 1
+        and len({tensor.device for tensor in tensors}) == 1
     )
 
 
-X, WEIGHT, LAGS = torch.ones(2, 6, 8), torch.ones(2, 1, 6, 6), torch.ones(2, 1, 6)
+X = torch.ones(2, 6, 8)
+WEIGHT = torch.ones(2, 1, 6, 6)
+LAGS = torch.ones(2, 1, 6)
 ODD = {
     "either weight or lags": {"lags": LAGS},
     "x of 3 dimensions": {"x": X[0]},
@@ -381,12 +392,14 @@ def test_the_rule_that_is_broken_is_said_first(rule, odd):
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(arguments())
-def test_any_arguments_give_the_right_result_or_an_error_that_describes_them(given):
-    x, weight, bias, residual, backend, kind = given
-    fit = fits(*given)
+def test_any_arguments_give_the_right_result_or_an_error_that_describes_them(drawn):
+    x, weight, bias, residual, backend, by_lag = drawn
+    fit = fits(*drawn)
     try:
-        kinds = {kind: weight}
-        y = triangular_conv(x, bias=bias, residual=residual, backend=backend, **kinds)
+        if by_lag:
+            y = triangular_conv(x, None, bias, residual, backend, lags=weight)
+        else:
+            y = triangular_conv(x, weight, bias, residual, backend)
     except ValueError as error:
         assert not fit, f"refused without reason: {error}"
         shown = (
@@ -398,7 +411,7 @@ def test_any_arguments_give_the_right_result_or_an_error_that_describes_them(giv
     assert y.shape == x.shape and y.dtype == x.dtype and y.is_contiguous()
     if x.device.type == "meta":
         return
-    doubles = (None if part is None else part.double() for part in (x, weight, bias, residual))
-    wanted = definition(*doubles)
-    allowed = ALLOWED_ERROR.get(x.dtype, 1e-10) * (1 + wanted.abs())
-    assert ((y.double() - wanted).abs() <= allowed).all()
+    tensors = (x, weight, bias, residual)
+    expected = definition(*(None if tensor is None else tensor.double() for tensor in tensors))
+    allowed = ALLOWED_ERROR.get(x.dtype, 1e-10) * (1 + expected.abs())
+    assert ((y.double() - expected).abs() <= allowed).all()

@@ -32,7 +32,8 @@ def covering_cases() -> list[dict]:
     """
     cases = []
     for index in range(2 * len(TOKENS) * len(DTYPES)):
-        tokens, channels = TOKENS[index % 13], CHANNELS[index % 7]
+        tokens = TOKENS[index % 13]
+        channels = CHANNELS[index % 7]
         batch = BATCH[index // 2 % 3]
         if batch == 32 and tokens * max(channels, 256) > 512 * 520:
             batch = 3  # keeps the fp64 reference short
@@ -123,8 +124,8 @@ def make(
         if not strided:
             return draw(*shape).to(dtype)
         # token and batch swapped, rows not side by side
-        wide = draw(shape[1], shape[0], shape[2] + 3).to(dtype)
-        return wide.transpose(0, 1)[..., 1:-2]
+        buffer = draw(shape[1], shape[0], shape[2] + 3).to(dtype)
+        return buffer.transpose(0, 1)[..., 1:-2]
 
     parameter_dtype = torch.float32 if wide_weight else dtype
     scale = 1.0 if integers else (min(tokens, window or tokens) * taps) ** -0.5
@@ -138,8 +139,8 @@ def make(
 
 def make_one_tap(*arguments, **options):
     """The same for one tap, as the kernels take it: the weight has no dimension of taps."""
-    x, weight, *others = make(*arguments[:4], 1, *arguments[4:], **options)
-    return x, weight.squeeze(1), *others
+    x, weight, bias, residual, dy = make(*arguments[:4], 1, *arguments[4:], **options)
+    return x, weight.squeeze(1), bias, residual, dy
 
 
 def gradients(function, x, weight, bias, residual, dy):
@@ -148,25 +149,27 @@ def gradients(function, x, weight, bias, residual, dy):
         None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, residual)
     ]
     y = function(*inputs)
-    found = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
-    return [y.detach(), *(None if t is None else next(found) for t in inputs)]
+    results = iter(torch.autograd.grad(y, [t for t in inputs if t is not None], dy))
+    return [y.detach(), *(None if t is None else next(results) for t in inputs)]
 
 
 def exact(x, weight, bias, residual, dy):
     """The same in fp64, from factors as the kernels see them: rounded to x's dtype."""
     weight = weight.to(x.dtype)
-    given = (None if t is None else t.double() for t in (x, weight, bias, residual, dy))
-    return gradients(dense_conv, *given)
+    tensors = (x, weight, bias, residual, dy)
+    return gradients(dense_conv, *(None if t is None else t.double() for t in tensors))
 
 
 def dense_conv(x, weight, bias, residual):
-    kinds = (weight, None) if weight.dim() == 4 else (None, weight)
-    return plain.triangular_conv(x, kinds[0], bias, residual, lags=kinds[1])
+    if weight.dim() == 4:
+        return plain.triangular_conv(x, weight, bias, residual)
+    return plain.triangular_conv(x, None, bias, residual, lags=weight)
 
 
 def kernel_conv(x, weight, bias, residual):
-    kind = {"weight": weight} if weight.dim() == 4 else {"lags": weight}
-    return triangular_conv(x, bias=bias, residual=residual, backend="cuda", **kind)
+    if weight.dim() == 4:
+        return triangular_conv(x, weight, bias, residual, backend="cuda")
+    return triangular_conv(x, None, bias, residual, backend="cuda", lags=weight)
 
 
 def rms(values):
@@ -195,15 +198,17 @@ def pretend(monkeypatch):
 def test_as_near_to_fp64_as_torch(case, kernels, pretend):
     pretend(kernels)
     inputs = make(**case)
-    wanted = exact(*inputs)
+    expected = exact(*inputs)
     ours = gradients(kernel_conv, *inputs)
     dense = gradients(dense_conv, *inputs)
-    for name, value, peer, truth in zip(NAMES, ours, dense, wanted, strict=True):
+    for name, value, peer, truth in zip(NAMES, ours, dense, expected, strict=True):
         if truth is None:
             assert value is None
             continue
         assert value.dtype == peer.dtype and value.isfinite().all(), name
-        error, rival, size = rms(value - truth), rms(peer - truth), rms(truth)
+        error = rms(value - truth)
+        rival = rms(peer - truth)
+        size = rms(truth)
         # One fp32 rounding: where torch happens to be exact (one token), twice its error would be
         # nothing at all.
         assert error <= 2 * rival + 2**-23 * size, (
@@ -256,9 +261,11 @@ def test_causal_bit_for_bit(kernels, by_lag, cut, pretend):
     x, weight, bias, residual, dy = make_one_tap(200, 96, 2, 2, torch.float16, by_lag=by_lag)
     window = cuda.window_of(weight)
     packed = cuda.pack(weight, 200, x.dtype)
-    y, dx = cuda.forward(x, packed, bias, residual, window), cuda.grad_input(dy, packed, window)
+    y = cuda.forward(x, packed, bias, residual, window)
+    dx = cuda.grad_input(dy, packed, window)
     for stranger in (3.0, -6e4):
-        later, earlier = x.clone(), dy.clone()
+        later = x.clone()
+        earlier = dy.clone()
         later[:, cut:] = stranger
         earlier[:, :cut] = stranger
         y_changed = cuda.forward(later, packed, bias, residual, window)
@@ -310,7 +317,8 @@ def test_windows_are_causal_and_end_bit_for_bit(kernels, window, pretend):
     x, lags, bias, residual, dy = make(1100, 96, 2, 2, 1, torch.float16, by_lag=True, window=window)
     y, dx, *_ = gradients(kernel_conv, x, lags, bias, residual, dy)
     for cut in (1, 63, 64, 500, 1099):
-        later, earlier = x.clone(), dy.clone()
+        later = x.clone()
+        earlier = dy.clone()
         later[:, cut:] = -6e4
         earlier[:, :cut] = -6e4
         y_changed, dx_changed, *_ = gradients(kernel_conv, later, lags, bias, residual, earlier)
@@ -368,7 +376,7 @@ def test_runs_on_the_current_stream():
     read x too early.
     """
     x, weight, bias, residual, dy = make(512, 256, 4, 1, 1, torch.float16, integers=True)
-    wanted = kernel_conv(x, weight, bias, residual)
+    expected = kernel_conv(x, weight, bias, residual)
     late = torch.zeros_like(x)
     busy = torch.randn(4096, 4096, device="cuda")
     stream = torch.cuda.Stream()
@@ -379,7 +387,7 @@ def test_runs_on_the_current_stream():
         late.copy_(x)
         y = kernel_conv(late, weight, bias, residual)
     stream.synchronize()
-    assert torch.equal(y, wanted)
+    assert torch.equal(y, expected)
 
 
 def test_auto_takes_the_kernels():

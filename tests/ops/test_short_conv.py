@@ -80,15 +80,17 @@ def test_random_cases_of_integers_are_exact(seed, kernels):
     random.seed(seed)
     torch.manual_seed(seed)
     dtype = random.choice([torch.float16, torch.bfloat16])
-    wide = random.choice([torch.float32, dtype])
-    batch, heads = random.choice([1, 2, 5]), random.randint(1, 3)
-    tokens, width = random.choice([1, 2, 7, 8, 9, 31, 64, 130]), random.choice([8, 24, 64])
+    weight_dtype = random.choice([torch.float32, dtype])
+    batch = random.choice([1, 2, 5])
+    heads = random.randint(1, 3)
+    tokens = random.choice([1, 2, 7, 8, 9, 31, 64, 130])
+    width = random.choice([8, 24, 64])
     window = random.randint(1, cuda.SHORT_WINDOW)
     biases = random.choice([0, 1, tokens, tokens + 3])
     shape = (batch, tokens, heads * width)
     x, dy = (activations(*shape, dtype) for _ in range(2))
-    lags = numbers(heads, window, dtype=wide)
-    bias = numbers(heads, biases, dtype=wide) if biases else None
+    lags = numbers(heads, window, dtype=weight_dtype)
+    bias = numbers(heads, biases, dtype=weight_dtype) if biases else None
     residual = random.choice([None, activations(*shape, dtype)])
     operands = (x, lags, bias, residual, dy)
     doubles = [None if tensor is None else tensor.double() for tensor in operands]

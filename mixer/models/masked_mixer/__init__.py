@@ -9,6 +9,6 @@ suffix         what followed the last time that the same tokens stood in the con
 cache          generation: the inputs of earlier tokens, or their sum, and CUDA graphs
 loops          what transformers' generate() and Trainer ask of the model
 
-Every saved model gets a copy of these files, and of the files of mixer/ops and mixer/common that
-they import. So they import nothing else from this package.
+Every saved model gets a copy of these files, and of those of mixer/ops and mixer/common that they
+import: `code_files` in configuration.py lists them. So they import nothing else from this package.
 """

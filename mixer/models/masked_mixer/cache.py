@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """Generation: what token mixing keeps of earlier tokens, so that a new one costs one row of each
 mixing weight, not the triangle; and a decoding step as a CUDA graph.
 """
@@ -19,7 +20,7 @@ from .configuration import RECURRENT
 # What transformers calls a cache among a model's arguments and outputs: `cache` from 5.24 on.
 FIELDS = BaseModelOutputWithPast.__dataclass_fields__
 CACHE = "cache" if "cache" in FIELDS else "past_key_values"
-Place = tuple[int, int]  # the numbers of a block, and of a module in its mixing
+ModuleId = tuple[int, int]  # the numbers of a block, and of a module in its mixing
 Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
 # Columns of a ring beside those that a token reads: so many tokens can be read at once, or dropped.
 SPARE = 64
@@ -29,10 +30,10 @@ FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
 class MixingCache(Cache):
-    """What each convolution keeps of a text, by place: its last inputs or their sum. Pass the cache
-    to `forward` as past_key_values. `length` counts columns of the batch including padding, as
-    transformers does; `positions` (batch or 1, new) int64 are those of the new tokens, -1 for
-    padding, of which there is some if `has_padding`.
+    """What each convolution keeps of a text, by its ModuleId: its last inputs or their sum. Pass
+    the cache to `forward` as past_key_values. `length` counts columns of the batch including
+    padding, as transformers does; `positions` (batch or 1, new) int64 are those of the new tokens,
+    -1 for padding, of which there is some if `has_padding`.
 
     Inputs are kept in a ring: the token at position p in column p % columns. There are as many
     columns as a token reads, and SPARE, so memory and time of a token do not grow with the text.
@@ -48,10 +49,12 @@ class MixingCache(Cache):
 
     def __init__(self, config, static: bool = False, room: int = 0):
         super().__init__(layers=[])
-        self.config, self.static, self.length = config, static, 0
+        self.config = config
+        self.static = static
         self.room = room or math.inf
+        self.length = 0
         self.longest = 0  # length that this text has had, before tokens were dropped
-        self.kept: dict[Place, Tensor] = {}
+        self.memories: dict[ModuleId, Tensor] = {}
         self.positions: Tensor | None = None
         self.has_padding = False
         self.captured: CapturedStep | None = None
@@ -65,50 +68,57 @@ class MixingCache(Cache):
         """The most tokens that the cache takes."""
         return self.room if self.is_croppable else math.inf
 
-    def memory(self, place: Place, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor kept at a place: zeros for a new text, or what an earlier text left."""
-        kept, wanted = self.kept.get(place), (shape, dtype, x.device)
-        if self.is_empty and (kept is None or (kept.shape, kept.dtype, kept.device) != wanted):
-            self.kept[place] = x.new_zeros(shape, dtype=dtype)
-        return self.kept[place]
+    def memory(self, module_id: ModuleId, shape: tuple, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A module's memory: zeros for a new text, or what an earlier text left."""
+        if self.is_empty:
+            memory = self.memories.get(module_id)
+            fits = (
+                memory is not None
+                and memory.shape == shape
+                and memory.dtype == dtype
+                and memory.device == x.device
+            )
+            if not fits:
+                self.memories[module_id] = x.new_zeros(shape, dtype=dtype)
+        return self.memories[module_id]
 
-    def append(self, place: Place, new: Tensor, reach: int) -> Tensor:
+    def append(self, module_id: ModuleId, new: Tensor, reach: int) -> Tensor:
         """Keeps inputs (batch, heads, new, channels of a head) of which a token reads the last
         `reach`; returns the columns so far (`extended`).
         """
         batch, heads, tokens, channels = new.shape
         columns = min(reach + SPARE, self.room, self.config.longest_text)
-        kept = self.memory(place, (batch, heads, columns, channels), new, new.dtype)
+        memory = self.memory(module_id, (batch, heads, columns, channels), new, new.dtype)
         if self.is_empty:
-            inputs = kept[:, :, :tokens]
-            inputs.copy_(last_rows(new, self.positions, columns))
+            memory[:, :, :tokens].copy_(last_rows(new, self.positions, columns))
         else:
             # Each has a column of its own, padding too, which is not written.
             following = self.positions[:, :1] + torch.arange(tokens, device=new.device)
             is_token = self.positions >= 0 if self.has_padding else None
-            write_rows(kept, new, following % columns, is_token)
-        return self.extended(place, tokens)
+            write_rows(memory, new, following % columns, is_token)
+        return self.extended(module_id, tokens)
 
-    def extended(self, place: Place, new: int) -> Tensor:
+    def extended(self, module_id: ModuleId, new: int) -> Tensor:
         """The columns of the tokens so far, and of `new` more: (batch, heads, columns, channels of
         a head); all columns if the cache is static.
         """
-        kept = self.kept[place]
-        return kept if self.static else kept[:, :, : self.length + new]
+        memory = self.memories[module_id]
+        return memory if self.static else memory[:, :, : self.length + new]
 
-    def lags(self, place: Place, inputs: Tensor) -> Tensor:
+    def lags(self, module_id: ModuleId, inputs: Tensor) -> Tensor:
         """How far before each new token the token of a column stands, of inputs that `extended` has
         returned: (batch or 1, new, columns) int64. More than the new token's position if the column
         has no token of this text.
         """
+        columns = self.memories[module_id].shape[2]
         column = torch.arange(inputs.shape[2], device=inputs.device)
-        return (self.positions.clamp(min=0)[..., None] - column) % self.kept[place].shape[2]
+        return (self.positions.clamp(min=0)[..., None] - column) % columns
 
-    def in_order(self, place: Place, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def in_order(self, module_id: ModuleId, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs that `append` has returned, from the earliest token that has a column on, and that
         token's position: (batch, heads, columns, channels of a head), (batch or 1, 1).
         """
-        columns = self.kept[place].shape[2]
+        columns = self.memories[module_id].shape[2]
         last = self.positions.amax(1, keepdim=True)
         first = (last + 1 - columns).clamp(min=0)
         column = torch.arange(inputs.shape[2], device=inputs.device)
@@ -117,22 +127,26 @@ class MixingCache(Cache):
 
     def run(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
         """blocks(input_ids, self, states), from a CUDA graph where that is possible. More tokens
-        than a ring has columns to spare are read in parts.
+        than a ring has columns to spare are read in chunks.
         """
         if self.is_empty or input_ids.shape[1] <= SPARE:
-            return self._run_part(blocks, input_ids, states)
-        outputs, states_of_parts = [], []
-        parts = zip(input_ids.split(SPARE, 1), self.positions.split(SPARE, 1), strict=True)
-        for ids, self.positions in parts:
-            states_of_parts.append(None if states is None else [])
-            outputs.append(self._run_part(blocks, ids, states_of_parts[-1]))
+            return self._run_chunk(blocks, input_ids, states)
+        outputs = []
+        states_of_chunks = []
+        ids_and_positions = zip(
+            input_ids.split(SPARE, 1), self.positions.split(SPARE, 1), strict=True
+        )
+        for chunk_ids, chunk_positions in ids_and_positions:
+            self.positions = chunk_positions
+            chunk_states = None if states is None else []
+            outputs.append(self._run_chunk(blocks, chunk_ids, chunk_states))
+            states_of_chunks.append(chunk_states)
         if states is not None:
-            states += [
-                torch.cat(same_block, 1) for same_block in zip(*states_of_parts, strict=True)
-            ]
+            for states_of_block in zip(*states_of_chunks, strict=True):
+                states.append(torch.cat(states_of_block, 1))
         return torch.cat(outputs, 1)
 
-    def _run_part(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
+    def _run_chunk(self, blocks: Blocks, input_ids: Tensor, states: list[Tensor] | None) -> Tensor:
         if self.static and not self.is_empty and states is None and can_capture(input_ids):
             x = self._captured(blocks, input_ids)
         else:
@@ -151,8 +165,8 @@ class MixingCache(Cache):
 
     def reset(self) -> None:
         self.length = self.longest = 0
-        for kept in self.kept.values():
-            kept.zero_()
+        for memory in self.memories.values():
+            memory.zero_()
 
     @property
     def is_linear(self) -> list[bool]:
@@ -171,7 +185,7 @@ class MixingCache(Cache):
                 "prompt lookup and assistants"
             )
         remaining = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
-        columns = min((kept.shape[2] for kept in self.kept.values()), default=math.inf)
+        columns = min((memory.shape[2] for memory in self.memories.values()), default=math.inf)
         if self.longest > columns and self.longest - remaining > SPARE:
             dropped = self.longest - remaining
             raise ValueError(
@@ -184,19 +198,22 @@ class MixingCache(Cache):
     @property
     def batch(self) -> int:
         """How many texts there are; 0 before the first token."""
-        return 0 if self.is_empty else len(next(iter(self.kept.values())))
+        return 0 if self.is_empty else len(next(iter(self.memories.values())))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each text, such as a prompt that several texts continue."""
         self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.kept = {place: kept[indices.to(kept.device)] for place, kept in self.kept.items()}
+        self.memories = {
+            module_id: memory[indices.to(memory.device)]
+            for module_id, memory in self.memories.items()
+        }
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
-        for kept in self.kept.values():
-            kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
+        for memory in self.memories.values():
+            memory.copy_(memory.index_select(0, beam_idx.to(memory.device)))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -211,13 +228,17 @@ class CapturedStep:
     def __init__(self, blocks: Blocks, input_ids: Tensor, cache: MixingCache):
         """Runs the first step, whose result is `first`, and captures it for later ones."""
         self.blocks = blocks
-        self.addresses = [(p, p.data_ptr()) for p in blocks.__self__.parameters()]
+        parameters = blocks.__self__.parameters()
+        self.addresses = [(parameter, parameter.data_ptr()) for parameter in parameters]
         # A reference keeps these tensors alive: the graph writes to their memory.
-        self.kept = list(cache.kept.values())
-        self.input_ids, self.positions = input_ids.clone(), cache.positions.clone()
+        self.memories = list(cache.memories.values())
+        self.input_ids = input_ids.clone()
+        self.positions = cache.positions.clone()
         cache.positions = self.positions
-        device, self.graph = input_ids.device, torch.cuda.CUDAGraph()
-        free, current = FREE_STREAMS[device], torch.cuda.current_stream(device)
+        self.graph = torch.cuda.CUDAGraph()
+        device = input_ids.device
+        current = torch.cuda.current_stream(device)
+        free = FREE_STREAMS[device]
         stream = free.pop() if free else torch.cuda.Stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -233,7 +254,7 @@ class CapturedStep:
         return (
             blocks == self.blocks
             and shapes == (self.input_ids.shape, self.positions.shape)
-            and list(map(id, cache.kept.values())) == list(map(id, self.kept))
+            and list(map(id, cache.memories.values())) == list(map(id, self.memories))
             and all(parameter.data_ptr() == address for parameter, address in self.addresses)
         )
 

@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """The configuration of a masked mixer as transformers saves and loads it, and the model's code
 beside a saved model.
 """
@@ -14,7 +15,7 @@ from mixer.ops.plain import triangular_conv
 
 from .model_options import NAMES, RECURRENT, ModelOptions, shape_problems
 
-__all__ = ["AUTO_MAP", "NAMES", "RECURRENT", "MaskedMixerConfig", "copy_code"]
+__all__ = ["AUTO_MAP", "NAMES", "RECURRENT", "MaskedMixerConfig", "code_files", "copy_code"]
 
 # Which code beside a saved model each of transformers' Auto classes loads with trust_remote_code.
 AUTO_MAP = {
@@ -37,13 +38,12 @@ class MaskedMixerConfig(PreTrainedConfig):
                 f"value_embeddings = {tables}; only commit 98969e4 and earlier can load such a "
                 "model: use that"
             )
-        given = {name: options.pop(name) for name in NAMES if name in options}
-        chosen = ModelOptions(**given)
-        if problems := option_problems(chosen) or shape_problems(chosen):
+        model = ModelOptions(**{name: options.pop(name) for name in NAMES if name in options})
+        if problems := option_problems(model) or shape_problems(model):
             raise ValueError("; ".join(problems))
-        if chosen.intermediate_size is None:
-            chosen.intermediate_size = 4 * chosen.hidden_size
-        super().__init__(**vars(chosen), **options)
+        if model.intermediate_size is None:
+            model.intermediate_size = 4 * model.hidden_size
+        super().__init__(**vars(model) | options)
 
     @property
     def longest_text(self) -> float:
@@ -57,19 +57,40 @@ class MaskedMixerConfig(PreTrainedConfig):
         super().save_pretrained(save_directory, **kwargs)
 
 
+def code_files() -> list[Path]:
+    """The files that are copied beside every saved model: its own, and those of mixer/ops and
+    mixer/common that these import. The first line of each says so. Beside a saved model, where this
+    code runs too, all are in one folder.
+    """
+    model = Path(__file__).parent
+    ops = Path(inspect.getfile(triangular_conv)).parent
+    common = Path(inspect.getfile(option)).parent
+    return [
+        model / "modeling.py",
+        model / "mixing.py",
+        model / "convolution.py",
+        model / "model_options.py",
+        model / "configuration.py",
+        model / "suffix.py",
+        model / "cache.py",
+        model / "loops.py",
+        ops / "plain.py",
+        common / "options.py",
+    ]
+
+
 def copy_code(directory: Path) -> None:
-    """Copies the model's files into a directory, and the files of mixer/ops and mixer/common that
-    they import. All are in one folder there, so these imports become relative.
+    """Copies `code_files` into a directory. What they import from each other's folders becomes
+    relative.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    elsewhere = (Path(inspect.getfile(part)) for part in (option, triangular_conv))
-    files = {file.stem: file for file in (*Path(__file__).parent.glob("*.py"), *elsewhere)}
-    del files["__init__"]
-    for name, file in files.items():
+    # Where transformers has loaded a saved configuration alone, the other files are missing.
+    files = [file for file in code_files() if file.exists()]
+    for file in files:
         code = file.read_text(encoding="utf-8")
         code = re.sub(r"^( *from) mixer\.\w+(\.\w+ import)", r"\1 \2", code, flags=re.MULTILINE)
-        if name == "modeling":
+        if file.stem == "modeling":
             # Up to 5.9, transformers takes no files along but those that this one imports itself.
-            others = sorted(files.keys() - {name})
-            code += "".join(f"from .{other} import __doc__ as _\n" for other in others)
+            for module in sorted(path.stem for path in files if path != file):
+                code += f"from .{module} import __doc__ as _\n"
         (directory / file.name).write_text(code, encoding="utf-8")

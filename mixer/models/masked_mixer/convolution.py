@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """The convolutions that mix tokens: by a learned lower-triangular weight (arXiv 2409.01482, section
 2), in full or by lag, which keyed mixing scales by how well tokens match; or by a recurrence.
 """
@@ -19,7 +20,7 @@ from mixer.ops.plain import (
     weight_by_lag,
 )
 
-from .cache import MixingCache, Place
+from .cache import MixingCache, ModuleId
 from .configuration import MaskedMixerConfig
 
 try:  # with kernels where this package is installed, in plain PyTorch elsewhere
@@ -30,8 +31,8 @@ except ModuleNotFoundError as error:
     # Beside a saved model this is `from .plain import`: see copy_code in configuration.py.
     from mixer.ops.plain import keyed_conv, mix_row, triangular_conv
 
-# How far back heads look at first with mixing_init shift: those of each block from another place in
-# this list on. Every fourth looks at the token before.
+# How far back heads look at first with mixing_init shift: those of block b from number b of this
+# list on. Every fourth looks at the token before.
 LAGS = (1, 2, 3, 4, 1, 6, 8, 12, 1, 2, 16, 24, 1, 4, 32, 64)
 SHIFT_NOISE = 0.3  # of the reference's random weights, beside the shift
 # Over so many tokens the initial weights of keyed mixing fall to 1/e, by block and head as above.
@@ -58,14 +59,17 @@ class TriangularConv(nn.Module):
     `mixing_weight` and `set_mixing_weight`.
     """
 
-    place: Place = (0, 0)  # in the model, which sets it
+    module_id: ModuleId = (0, 0)  # set by the model
 
     def __init__(self, config: MaskedMixerConfig, heads: int | None = None):
         """heads: in place of the configuration's."""
         super().__init__()
-        self.heads, self.taps = heads or config.num_mixer_heads, config.mixer_kernel_size
-        self.context, self.channels = config.max_position_embeddings, config.hidden_size
-        self.config, self.backend = config, config.mixing_backend
+        self.config = config
+        self.heads = heads or config.num_mixer_heads
+        self.taps = config.mixer_kernel_size
+        self.context = config.max_position_embeddings
+        self.channels = config.hidden_size
+        self.backend = config.mixing_backend
         self.window = self.context  # how many of the last tokens a token mixes
         self.make_weight()
         self.bias = self.make_bias()
@@ -112,18 +116,20 @@ class TriangularConv(nn.Module):
         """residual + the convolution of x, both (batch, tokens, channels). With a past, x continues
         the past's tokens, and needs only its own rows of the weight.
         """
-        given = {"bias": self.bias, "residual": residual, "backend": self.backend}
-        given |= self.operands()
+        operands = self.operands()
         if past is None or past.is_empty:
             if past is not None:
-                past.append(self.place, by_head(x, self.heads), self.window)
-            return triangular_conv(x, **given)
-        if x.shape[1] == 1 and given["weight"] is not None:
-            inputs = past.extended(self.place, 1)
-            return mix_row(inputs, x, positions=past.positions, **given)
+                past.append(self.module_id, by_head(x, self.heads), self.window)
+            return triangular_conv(
+                x, bias=self.bias, residual=residual, backend=self.backend, **operands
+            )
+        if x.shape[1] == 1 and operands["weight"] is not None:
+            inputs = past.extended(self.module_id, 1)
+            weight = operands["weight"]
+            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
         # (batch, heads, columns, channels of a head)
-        inputs = past.append(self.place, by_head(x, self.heads), self.window)
-        rows = self.rows(past.positions, past.lags(self.place, inputs), inputs)
+        inputs = past.append(self.module_id, by_head(x, self.heads), self.window)
+        rows = self.rows(past.positions, past.lags(self.module_id, inputs), inputs)
         return mix_rows(inputs, rows, self.bias, residual, past.positions)
 
     @torch.no_grad()
@@ -133,11 +139,13 @@ class TriangularConv(nn.Module):
         before there is something to learn from them; shift, see `_shifts`.
         """
         self._draw()
-        own = [part for part in self.parameters(recurse=False) if part is not self.bias]
+        weights = [weight for weight in self.parameters(recurse=False) if weight is not self.bias]
         # transformers calls this for loaded weights too, which must not change, and for those that
         # it leaves on a disk.
-        if not any(p.is_meta or getattr(p, "_is_hf_initialized", False) for p in own):
-            self._start()
+        for weight in weights:
+            if weight.is_meta or getattr(weight, "_is_hf_initialized", False):
+                return
+        self._start()
 
     def _draw(self) -> None:
         bound = 1 / math.sqrt(self.window * self.taps)
@@ -162,13 +170,14 @@ class TriangularConv(nn.Module):
         return weight * SHIFT_NOISE + toeplitz(self._shifts(), self.context)
 
     def _shifts(self) -> Tensor:
-        """By lag, (heads, taps, window): a head passes on the token LAGS[block + head] places back,
-        or the window's last, by the tap that looks at the same channel.
+        """By lag, (heads, taps, window): a head passes on the token LAGS[block + head] before, or
+        the window's last, by the tap that looks at the same channel.
         """
+        block, _ = self.module_id
         device = next(self.parameters()).device
         lags = torch.zeros(self.heads, self.taps, self.window, device=device)
         for head in range(self.heads):
-            lag = LAGS[(self.place[0] + head) % len(LAGS)]
+            lag = LAGS[(block + head) % len(LAGS)]
             lags[head, (self.taps - 1) // 2, min(lag, self.window - 1)] = 1.0
         return lags
 
@@ -189,14 +198,14 @@ class KeyedConv(TriangularConv):
         if past is not None:
             # (batch, heads, new, key_size + channels of a head)
             new = torch.cat([by_head(key, self.heads), by_head(value, self.heads)], -1)
-            both = past.append(self.place, new, self.context)
+            keys_values = past.append(self.module_id, new, self.context)
             if not past.is_empty:
-                lag = past.lags(self.place, both)
-                rows = self.rows(past.positions, lag, both)
+                lag = past.lags(self.module_id, keys_values)
+                rows = self.rows(past.positions, lag, keys_values)
                 query = by_head(query, self.heads)
-                return keyed_rows(query, both, rows, self.bias, past.positions, lag)
-        how = {"backend": self.backend, **self.operands()}
-        return keyed_conv(query, key, value, bias=self.bias, **how)
+                return keyed_rows(query, keys_values, rows, self.bias, past.positions, lag)
+        operands = self.operands()
+        return keyed_conv(query, key, value, bias=self.bias, backend=self.backend, **operands)
 
     def _shifted(self, weight: Tensor) -> Tensor:
         return weight_by_lag(torch.zeros_like(weight[..., 0]), self._decays(), self.context)
@@ -205,7 +214,8 @@ class KeyedConv(TriangularConv):
         """Instead of shifts, (heads,): weights fall by exp(-lag * decay), and a token's weights add
         up to 1. While all keys match equally, a head is thus a mean of earlier tokens.
         """
-        spans = [SPANS[(self.place[0] + head) % len(SPANS)] for head in range(self.heads)]
+        block, _ = self.module_id
+        spans = [SPANS[(block + head) % len(SPANS)] for head in range(self.heads)]
         return 1 / torch.tensor(spans, device=self.bias.device)
 
     def flops(self, tokens: int) -> int:
@@ -291,11 +301,11 @@ class RecurrentConv(TriangularConv):
         self.decay = nn.Parameter(torch.empty(self.heads)) if self.config.mixing_decay else None
 
     def mixing_weight(self) -> Tensor:
-        given, taken = self._sides()
+        input_scale, output_scale = self._scales()
         powers = toeplitz(self._powers(0, self.context), self.context)
-        return (taken[..., None] * powers * given[:, None])[:, None]
+        return (output_scale[..., None] * powers * input_scale[:, None])[:, None]
 
-    def _sides(self) -> tuple[Tensor, Tensor]:
+    def _scales(self) -> tuple[Tensor, Tensor]:
         """What scales a token before it is summed up, and the sum after: (heads, context) each."""
         scale = self.scale[:, 0]
         by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
@@ -318,29 +328,30 @@ class RecurrentConv(TriangularConv):
         does not change the sum that is kept.
         """
         # (batch or 1, tokens, heads, 1) each
-        given, taken, bias = (
+        input_scale, output_scale, bias = (
             self._at(numbers, x, past)[..., None].to(x.dtype)
-            for numbers in (*self._sides(), self.bias)
+            for numbers in (*self._scales(), self.bias)
         )
-        x = (x.unflatten(-1, (self.heads, -1)) * given).flatten(2)
+        x = (x.unflatten(-1, (self.heads, -1)) * input_scale).flatten(2)
         if past is None:
             sums = self._sums(x)
         else:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            state = past.memory(self.place, (x.shape[0], x.shape[2]), x, wide)
+            sum_dtype = torch.promote_types(x.dtype, torch.float32)
+            state = past.memory(self.module_id, (x.shape[0], x.shape[2]), x, sum_dtype)
             sums = self._sums(x, state.clone())  # which the backward pass may need
             count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
             last = sums[torch.arange(len(x), device=x.device), count - 1]
             state.copy_(torch.where((count == 0)[:, None], state, last))
-        y = (sums.to(x.dtype).unflatten(-1, (self.heads, -1)) * taken + bias).flatten(2)
+        sums = sums.to(x.dtype).unflatten(-1, (self.heads, -1))
+        y = (sums * output_scale + bias).flatten(2)
         return y if residual is None else residual + y.to(residual.dtype)
 
     def _at(self, numbers: Tensor, x: Tensor, past: MixingCache | None) -> Tensor:
         """Numbers (heads, context) at the tokens of x, (batch or 1, tokens, heads)."""
         if past is not None:
             return numbers.T[past.positions.clamp(0, self.context - 1)]
-        more = numbers[:, -1:].expand(-1, max(0, x.shape[1] - self.context))
-        return torch.cat([numbers[:, : x.shape[1]], more], 1).T[None]
+        repeated = numbers[:, -1:].expand(-1, max(0, x.shape[1] - self.context))
+        return torch.cat([numbers[:, : x.shape[1]], repeated], 1).T[None]
 
     def _powers(self, first: int, end: int) -> Tensor:
         """d^k for k from first to end - 1: (heads, end - first), fp32 or wider."""
@@ -353,7 +364,7 @@ class RecurrentConv(TriangularConv):
         """s[i] = d s[i - 1] + x[i] of x (batch, tokens, channels), where s[-1] is a state (batch,
         channels) or zero. Texts longer than the context are summed up one context after another.
         """
-        found = []
+        chunks = []
         for sums in x.split(self.context, 1):
             tokens = sums.shape[1]
             if tokens > 1:
@@ -364,8 +375,8 @@ class RecurrentConv(TriangularConv):
                 earlier = state.unflatten(-1, (self.heads, -1))[:, None] * fallen
                 sums = sums + earlier.flatten(2)
             state = sums[:, -1]
-            found.append(sums)
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+            chunks.append(sums)
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
 
     def flops(self, tokens: int) -> int:
         """For each channel, products by d and by the scale."""

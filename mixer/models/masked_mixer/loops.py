@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """What transformers' own loops ask of a model: `generate()` for its cache and the length of a text,
 the Trainer for the number of labels that are scored.
 """
@@ -32,22 +33,22 @@ class InTransformersLoops(GenerationMixin):
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args):
         super()._validate_generated_length(generation_config, input_ids_length, *args)
-        asked, context = generation_config.max_length, self.config.longest_text
-        if asked > context:
+        length = generation_config.max_length
+        longest = self.config.longest_text
+        if length > longest:
             raise ValueError(
-                f"the prompt has {input_ids_length} tokens and {asked - input_ids_length} new ones "
-                f"were asked for, {asked} together; the model's context is {context}: shorten the "
-                "prompt, or give a smaller max_new_tokens"
+                f"the prompt has {input_ids_length} tokens and {length - input_ids_length} new "
+                f"ones were asked for, {length} together; the model's context is {longest}: "
+                "shorten the prompt, or give a smaller max_new_tokens"
             )
 
     def _get_stopping_criteria(self, *args, **kwargs):
         criteria = super()._get_stopping_criteria(*args, **kwargs)
-        for criterion in criteria:
-            # it warns of texts past the context, which not every mixer minds
-            if hasattr(criterion, "max_position_embeddings") and math.isinf(
-                self.config.longest_text
-            ):
-                criterion.max_position_embeddings = None
+        if math.isinf(self.config.longest_text):
+            for criterion in criteria:
+                # it warns of texts past the context, which not every mixer minds
+                if hasattr(criterion, "max_position_embeddings"):
+                    criterion.max_position_embeddings = None
         return criteria
 
     @staticmethod
@@ -56,9 +57,10 @@ class InTransformersLoops(GenerationMixin):
         attention_mask is as in `forward`.
         """
         mask = labels.new_ones(labels.shape) if attention_mask is None else attention_mask
-        taken, own = mask.to(labels.device).bool(), slice(-labels.shape[1], None)
-        scored = taken[:, own] & (taken.cumsum(1)[:, own] > 1)
-        return labels.masked_fill(~scored, -100)
+        is_token = mask.to(labels.device).bool()
+        is_first = is_token.cumsum(1) <= 1  # or before the first
+        is_scored = (is_token & ~is_first)[:, -labels.shape[1] :]
+        return labels.masked_fill(~is_scored, -100)
 
     @property
     def accepts_loss_kwargs(self) -> bool:
@@ -75,11 +77,13 @@ def _of_predicted(count):
 
     @wraps(count)
     def counted(trainer, batches, device):
-        parts = trainer.model.modules()  # an adapter or DDP may be around the model
-        scored = next((p.predicted_labels for p in parts if hasattr(p, "predicted_labels")), None)
-        if scored and batches and "labels" in batches[0]:
+        # An adapter or DDP may be around the model.
+        modules = trainer.model.modules()
+        mixers = [module for module in modules if hasattr(module, "predicted_labels")]
+        if mixers and batches and "labels" in batches[0]:
+            predicted_labels = mixers[0].predicted_labels
             batches = [
-                dict(batch, labels=scored(batch["labels"], batch.get("attention_mask")))
+                dict(batch, labels=predicted_labels(batch["labels"], batch.get("attention_mask")))
                 for batch in batches
             ]
         return count(trainer, batches, device)

@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """Token mixing: what a masked mixer has instead of attention (arXiv 2409.01482, section 2).
 
 A block calls a variant as mixing(x, residual, past), which returns residual + mix(x), each (batch,
@@ -20,13 +21,13 @@ from .convolution import KeyedConv, KeyedLagConv, LagConv, RecurrentConv, Triang
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
 
-def linear(in_features: int, *parts: int, bias: bool = True) -> nn.Linear:
-    """One linear layer, or several with the same input, whose outputs are concatenated. `parts` has
-    the out_features of each, for optimizers of whole matrices. No class of its own: quantizing and
-    other tools replace layers of the very type nn.Linear.
+def linear(in_features: int, *projection_sizes: int, bias: bool = True) -> nn.Linear:
+    """One linear layer, or several with the same input, whose outputs are concatenated.
+    `projection_sizes` has the out_features of each, for optimizers of whole matrices. No class of
+    its own: quantizing and other tools replace layers of the very type nn.Linear.
     """
-    layer = nn.Linear(in_features, sum(parts), bias)
-    layer.parts = parts
+    layer = nn.Linear(in_features, sum(projection_sizes), bias)
+    layer.projection_sizes = projection_sizes
     return layer
 
 
@@ -47,16 +48,16 @@ class Flat(nn.Module):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        between = config.mixer_key_size and config.mixer_projections
-        heads = 1 if between else config.num_mixer_heads
-        size, bias = config.hidden_size, config.linear_bias
+        is_between_keyed = config.mixer_key_size and config.mixer_projections
+        heads = 1 if is_between_keyed else config.num_mixer_heads
+        size = config.hidden_size
         self.projects = heads > 1 and config.mixer_projections
         if self.projects:
-            self.in_proj = linear(size, size, bias=bias)
+            self.in_proj = linear(size, size, bias=config.linear_bias)
         self.conv = convolution(config, heads)
         self.second_conv = convolution(config, heads) if config.mixer_expansion else None
         if self.projects:
-            self.out_proj = linear(size, size, bias=bias)
+            self.out_proj = linear(size, size, bias=config.linear_bias)
 
     def forward(self, x: Tensor, residual: Tensor, past: MixingCache | None = None) -> Tensor:
         if self.projects:
@@ -78,8 +79,8 @@ class Gated(nn.Module):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        parts = [config.hidden_size] * 3
-        self.in_proj = linear(config.hidden_size, *parts, bias=config.linear_bias)
+        projection_sizes = [config.hidden_size] * 3
+        self.in_proj = linear(config.hidden_size, *projection_sizes, bias=config.linear_bias)
         self.conv = convolution(config)
         self.out_proj = linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
 
@@ -101,15 +102,20 @@ class Keyed(nn.Module):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
+        self.heads = config.num_mixer_heads
+        self.norm = config.mixer_key_norm
         keys = config.num_mixer_heads * config.mixer_key_size
-        self.parts = [keys, keys, config.hidden_size]
-        self.in_proj = linear(config.hidden_size, *self.parts, bias=config.linear_bias)
-        self.heads, self.norm = config.num_mixer_heads, config.mixer_key_norm
+        self.projection_sizes = [keys, keys, config.hidden_size]
+        self.in_proj = linear(config.hidden_size, *self.projection_sizes, bias=config.linear_bias)
         self.query_key = Turn(keys if self.norm else 0)
+        if config.mixer_attention:
+            conv = Attention(config)
+        elif config.mixing_weight == "lags":
+            conv = KeyedLagConv(config)
+        else:
+            conv = KeyedConv(config)
         # Not `conv`: so checkpoints of an earlier keyed mixing, another function, lack its weights.
-        by_lag = config.mixing_weight == "lags"
-        kind = Attention if config.mixer_attention else KeyedLagConv if by_lag else KeyedConv
-        self.keyed_conv = kind(config)
+        self.keyed_conv = conv
         self.out_proj = linear(config.hidden_size, config.hidden_size, bias=config.linear_bias)
         self.key_share = nn.Parameter(torch.zeros(keys)) if config.mixer_key_shift else None
 
@@ -121,22 +127,22 @@ class Keyed(nn.Module):
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """rotation: from `rotations`."""
-        query, key, value = self.in_proj(x).split(self.parts, dim=-1)
+        query, key, value = self.in_proj(x).split(self.projection_sizes, dim=-1)
         if self.key_share is not None:
             key = key + self.key_share.to(key.dtype) * self._previous(key, past)
         if self.norm or rotation is not None:
-            how = {"norm": self.norm, "rotation": rotation}
-            query = self.query_key(query, self.heads, **how)
-            key = turn(key, self.heads, **how)
+            query = self.query_key(query, self.heads, self.norm, rotation)
+            key = turn(key, self.heads, norm=self.norm, rotation=rotation)
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
     def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
         """Of key (batch, tokens, channels), each token's previous key; zero for the first token."""
         if past is not None:
-            keys = past.append(self.place, by_head(key, 1), 2)[:, 0]  # (batch, columns, channels)
+            # (batch, columns, channels)
+            keys = past.append(self.module_id, by_head(key, 1), 2)[:, 0]
         if past is None or past.is_empty:
             return F.pad(key[:, :-1], (0, 0, 1, 0))
-        is_previous = past.lags(self.place, keys[:, None]) == 1  # (batch or 1, new, columns)
+        is_previous = past.lags(self.module_id, keys[:, None]) == 1  # (batch or 1, new, columns)
         is_previous &= past.positions[..., None] > 0
         column = is_previous.to(torch.uint8).argmax(2, keepdim=True)  # (batch or 1, new, 1)
         previous = keys.gather(1, column.expand(len(key), -1, key.shape[2]))
@@ -152,16 +158,18 @@ class Turn(nn.Module):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(size)) if size else None
 
-    def forward(self, x: Tensor, heads: int, **how) -> Tensor:
-        return turn(x, heads, gain=self.gain, **how)
+    def forward(
+        self, x: Tensor, heads: int, norm: bool, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        return turn(x, heads, norm=norm, rotation=rotation, gain=self.gain)
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles that rotate a key of `size` numbers at positions (batch or 1,
     tokens): two of (batch or 1, tokens, size / 2) fp32.
     """
-    places = torch.arange(0, size, 2, device=positions.device)
-    angles = positions[..., None] * BASE ** (-places / size)
+    pair = torch.arange(0, size, 2, device=positions.device)  # of a key's numbers
+    angles = positions[..., None] * BASE ** (-pair / size)
     return angles.cos(), angles.sin()
 
 
@@ -173,25 +181,33 @@ class Attention(nn.Module):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        self.heads, self.key_size = config.num_mixer_heads, config.mixer_key_size
-        self.channels, self.context = config.hidden_size, config.max_position_embeddings
+        self.heads = config.num_mixer_heads
+        self.key_size = config.mixer_key_size
+        self.channels = config.hidden_size
+        self.context = config.max_position_embeddings
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, past: MixingCache | None = None
     ) -> Tensor:
         """As KeyedConv.forward."""
-        query, key, value = (by_head(part, self.heads) for part in (query, key, value))
-        seen, tokens = None, query.shape[2]
+        query = by_head(query, self.heads)
+        key = by_head(key, self.heads)
+        value = by_head(value, self.heads)
+        tokens = query.shape[2]
+        mask = None
         if past is not None:
-            both = past.append(self.place, torch.cat([key, value], -1), self.context)
+            new = torch.cat([key, value], -1)
+            keys_values = past.append(self.module_id, new, self.context)
         if past is not None and not past.is_empty:
-            key, value = both.tensor_split([self.key_size], -1)
-            seen = is_seen(past.lags(self.place, both), past.positions, self.context)
+            key, value = keys_values.tensor_split([self.key_size], -1)
+            lag = past.lags(self.module_id, keys_values)
+            mask = is_seen(lag, past.positions, self.context)
         elif tokens > self.context:
             positions = torch.arange(tokens, device=query.device)[None]
-            seen = is_seen(lags_from(positions, tokens), positions, self.context)
-        how = {"attn_mask": seen, "is_causal": seen is None}
-        y = F.scaled_dot_product_attention(query, key, value, **how)
+            mask = is_seen(lags_from(positions, tokens), positions, self.context)
+        y = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None
+        )
         return y.transpose(1, 2).flatten(2)
 
     flops = KeyedConv.flops  # which counts the same two products
@@ -235,22 +251,23 @@ def short_gelu(x: Tensor) -> Tensor:
     while the result is rounded to 8 or 11 bits. An infinite x gives NaN, as it may in torch's own
     form. Each operation counts: dev/LOG.md, "GELU in fewer operations".
     """
-    wide = x.float()
-    at = wide.detach()
+    x32 = x.float()
+    constant = x32.detach()
     # exp(-x^2 / 2): a power of two is one operation, an exponential nine.
-    bell = torch.exp2(at * at * (-0.5 / math.log(2)))
-    denominator = 1 + 0.3275911 / math.sqrt(2) * at.abs()
+    bell = torch.exp2(constant * constant * (-0.5 / math.log(2)))
+    denominator = 1 + 0.3275911 / math.sqrt(2) * constant.abs()
     t = torch.rsqrt(denominator * denominator)  # 1 / denominator, cheaper on a GPU than a division
     factor = 0.0
     for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
         factor = t * (coefficient / 2 + factor)
     tail = bell * factor  # Phi(-|x|)
-    y = at.relu() - at.abs() * tail
+    y = constant.relu() - constant.abs() * tail
     if torch.is_grad_enabled():
-        slope = torch.where(at < 0, tail, 1 - tail) + at * bell / math.sqrt(2 * math.pi)
+        distribution = torch.where(constant < 0, tail, 1 - tail)
+        slope = distribution + constant * bell / math.sqrt(2 * math.pi)
         # The added term is zero, and gives y the derivative that we want: autograd's own would
         # compute the polynomial again. An autograd.Function could do the same, but inside of one
-        # the compiler of torch 2.11 ignores activation checkpointing. Of wide - at the compiler of
-        # torch 2.13 makes tests for NaN and infinity, which this sum is spared.
-        y = y + slope * (wide + -at)
+        # the compiler of torch 2.11 ignores activation checkpointing. Of a difference the compiler
+        # of torch 2.13 makes tests for NaN and infinity, which this sum is spared.
+        y = y + slope * (x32 + -constant)
     return y.to(x.dtype)

@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """The options of a masked mixer, defined only here, also for a run's section `model` and checks.
 Importing them takes no time.
 """
@@ -17,30 +18,37 @@ OF_KEYS = (
     "mixer_rotary",
     "mixer_key_shift",
 )
-SIZE, SIZE_OR_0 = {"at_least": 1, "at_most": 2**16}, {"at_least": 0, "at_most": 2**16}
+MOST = 2**16  # of channels, heads and taps
 
 
 @dataclass
 class MixerOptions:
     """The options of a masked mixer; the defaults are the flat mixer of arXiv 2409.01482."""
 
-    hidden_size: int = option(1024, "channels of the residual stream", **SIZE)
+    hidden_size: int = option(1024, "channels of the residual stream", at_least=1, at_most=MOST)
     num_hidden_layers: int = option(16, "number of blocks", at_least=1, at_most=1000)
     max_position_embeddings: int = option(512, "context length (tokens)", at_least=2, at_most=2**20)
     intermediate_size: int | None = option(
         None, "width of the MLP; null: 4 x hidden_size", at_least=1, at_most=2**20
     )
-    num_mixer_heads: int = option(1, "groups of channels, each with its own mixing weight", **SIZE)
+    num_mixer_heads: int = option(
+        1, "groups of channels, each with its own mixing weight", at_least=1, at_most=MOST
+    )
     mixer_projections: bool = option(
         True, "linear layers around the heads; false: none, and with keys, flat blocks have heads"
     )
-    mixer_kernel_size: int = option(1, "taps of the convolution over the channels", **SIZE)
+    mixer_kernel_size: int = option(
+        1, "taps of the convolution over the channels", at_least=1, at_most=MOST
+    )
     mixer_expansion: bool = option(False, "two triangular convolutions, a GELU between them")
     mixer_gate: bool = option(
         False, "gated mixing: out_proj(query * mix(key * value)), all three projections of x"
     )
     mixer_key_size: int = option(
-        0, "keyed mixing: channels of a query or key in each head; 0: no keyed mixing", **SIZE_OR_0
+        0,
+        "keyed mixing: channels of a query or key in each head; 0: no keyed mixing",
+        at_least=0,
+        at_most=MOST,
     )
     mixer_keyed_every: int = option(
         1, "with keys: keyed mixing in every n-th block, gated or flat in the others", at_least=1
@@ -106,46 +114,108 @@ NAMES = tuple(item.name for item in dataclasses.fields(ModelOptions))
 
 def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule broken by options that are allowed alone, but not together."""
-    heads, taps, keys = options.num_mixer_heads, options.mixer_kernel_size, options.mixer_key_size
-    gate, every, form = options.mixer_gate, options.mixer_keyed_every, options.mixing_weight
-    expansion, decay, window = options.mixer_expansion, options.mixing_decay, options.mixing_window
-    in_all = keys and every == 1  # keyed mixing in all blocks
-    recurrent, shift = form in RECURRENT, options.mixing_init == "shift"
-    of_keys = " ".join(n for n in OF_KEYS if getattr(options, n) != getattr(MixerOptions, n))
-    # The options, what is allowed of them, and whether a model breaks the rule.
-    rules = {
-        "num_mixer_heads hidden_size: heads that divide the size": options.hidden_size % heads,
-        "mixer_expansion mixer_gate mixer_key_size: expansion alone": expansion and (gate or keys),
-        "mixer_gate mixer_key_size mixer_keyed_every: mixer_keyed_every above 1": gate and in_all,
-        "mixer_projections mixer_gate mixer_key_size: true with gate, or keys in all blocks": (
-            (gate or in_all) and not options.mixer_projections
+    heads = options.num_mixer_heads
+    taps = options.mixer_kernel_size
+    keys = options.mixer_key_size
+    gate = options.mixer_gate
+    form = options.mixing_weight
+    window = options.mixing_window
+    keyed_in_all = keys and options.mixer_keyed_every == 1  # blocks
+    recurrent = form in RECURRENT
+    shift = options.mixing_init == "shift"
+    of_keys = [name for name in OF_KEYS if getattr(options, name) != getattr(MixerOptions, name)]
+    # Whether a model breaks a rule, the options that it is about, and what is allowed of them.
+    rules = [
+        (
+            options.hidden_size % heads,
+            ["num_mixer_heads", "hidden_size"],
+            "heads that divide the size",
         ),
-        f"{of_keys}: with a mixer_key_size, such as 64": of_keys and not keys,
-        "mixer_key_size mixer_kernel_size: kernel size 1 with keys": keys and taps > 1,
-        "mixer_keyed_every num_hidden_layers: at most the number of blocks": (
-            keys and every > options.num_hidden_layers
+        (
+            options.mixer_expansion and (gate or keys),
+            ["mixer_expansion", "mixer_gate", "mixer_key_size"],
+            "expansion alone",
         ),
-        "mixer_rotary mixer_key_size: an even size": options.mixer_rotary and keys % 2,
-        "mixing_weight mixer_key_size: full or lags with keys": recurrent and keys,
-        "mixing_weight mixer_kernel_size: full or lags with several taps": recurrent and taps > 1,
-        "mixing_weight suffix_match: full or lags with suffix_match": recurrent
-        and options.suffix_match,
-        "mixing_weight mixing_init: reference or zero with a recurrence": recurrent and shift,
-        "mixing_init mixing_weight mixer_key_size: shift with lags and keys": (
-            keys and form == "lags" and not shift
+        (
+            gate and keyed_in_all,
+            ["mixer_gate", "mixer_key_size", "mixer_keyed_every"],
+            "mixer_keyed_every above 1",
         ),
-        "mixing_window mixing_weight: a window with lags": window and form != "lags",
-        "mixing_window max_position_embeddings: a window of at most the context": (
-            window > options.max_position_embeddings
+        (
+            (gate or keyed_in_all) and not options.mixer_projections,
+            ["mixer_projections", "mixer_gate", "mixer_key_size"],
+            "true with gate, or keys in all blocks",
         ),
-        "mixing_window mixer_key_size mixer_keyed_every: a window with blocks without keys": (
-            window and in_all
+        (of_keys and not keys, of_keys, "with a mixer_key_size, such as 64"),
+        (
+            keys and taps > 1,
+            ["mixer_key_size", "mixer_kernel_size"],
+            "kernel size 1 with keys",
         ),
-        f"mixing_decay mixing_weight: decay with {', '.join(RECURRENT)}": decay and not recurrent,
-        "mixing_weight num_mixer_heads: 2 heads or more": form == "mixed" and heads < 2,
-    }
-    broken = [rule.split(": ") for rule, is_broken in rules.items() if is_broken]
-    return [
-        f"{' and '.join(f'{n} = {getattr(options, n)!r}' for n in names.split())}; allowed: {right}"
-        for names, right in broken
+        (
+            keys and options.mixer_keyed_every > options.num_hidden_layers,
+            ["mixer_keyed_every", "num_hidden_layers"],
+            "at most the number of blocks",
+        ),
+        (
+            options.mixer_rotary and keys % 2,
+            ["mixer_rotary", "mixer_key_size"],
+            "an even size",
+        ),
+        (
+            recurrent and keys,
+            ["mixing_weight", "mixer_key_size"],
+            "full or lags with keys",
+        ),
+        (
+            recurrent and taps > 1,
+            ["mixing_weight", "mixer_kernel_size"],
+            "full or lags with several taps",
+        ),
+        (
+            recurrent and options.suffix_match,
+            ["mixing_weight", "suffix_match"],
+            "full or lags with suffix_match",
+        ),
+        (
+            recurrent and shift,
+            ["mixing_weight", "mixing_init"],
+            "reference or zero with a recurrence",
+        ),
+        (
+            keys and form == "lags" and not shift,
+            ["mixing_init", "mixing_weight", "mixer_key_size"],
+            "shift with lags and keys",
+        ),
+        (
+            window and form != "lags",
+            ["mixing_window", "mixing_weight"],
+            "a window with lags",
+        ),
+        (
+            window > options.max_position_embeddings,
+            ["mixing_window", "max_position_embeddings"],
+            "a window of at most the context",
+        ),
+        (
+            window and keyed_in_all,
+            ["mixing_window", "mixer_key_size", "mixer_keyed_every"],
+            "a window with blocks without keys",
+        ),
+        (
+            options.mixing_decay and not recurrent,
+            ["mixing_decay", "mixing_weight"],
+            f"decay with {', '.join(RECURRENT)}",
+        ),
+        (
+            form == "mixed" and heads < 2,
+            ["mixing_weight", "num_mixer_heads"],
+            "2 heads or more",
+        ),
     ]
+    problems = []
+    for is_broken, names, allowed in rules:
+        if is_broken:
+            values = " and ".join(f"{name} = {getattr(options, name)!r}" for name in names)
+            problems.append(f"{values}; allowed: {allowed}")
+    return problems

@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """The masked mixer, a causal language model for transformers (arXiv 2409.01482, section 2).
 
 A block is a transformer's, with a learned triangular convolution instead of attention:
@@ -37,9 +38,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
-        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.linear_bias
-        self.up_proj = linear(hidden, wide, bias=bias)
-        self.down_proj = linear(wide, hidden, bias=bias)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
+        self.down_proj = linear(
+            config.intermediate_size, config.hidden_size, bias=config.linear_bias
+        )
         self.activation = {"gelu": gelu, "relu2": relu2, "silu": F.silu}[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,17 +62,26 @@ class Block(GradientCheckpointingLayer):
         self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixing = mixing_class(config, number)(config)
         for index, module in enumerate(self.mixing.modules()):
-            module.place = (number, index)
+            module.module_id = (number, index)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp, self.mlp_first = MLP(config), config.mlp_first
+        self.mlp = MLP(config)
+        self.mlp_first = config.mlp_first
 
-    def forward(self, x: Tensor, past: MixingCache | None = None, **more) -> Tensor:
-        """x and the result are (batch, tokens, channels). `more` is what keyed mixing takes."""
+    def forward(
+        self,
+        x: Tensor,
+        past: MixingCache | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """x and the result are (batch, tokens, channels). rotation: of keyed mixing alone."""
         if past is not None:
             past.positions = past.positions.to(x.device)  # of this block, with a device_map
         if self.mlp_first:
             x = x + self.mlp(self.mlp_norm(x))
-        x = self.mixing(self.mixing_norm(x), x, past, **more)
+        if rotation is None:
+            x = self.mixing(self.mixing_norm(x), x, past)
+        else:
+            x = self.mixing(self.mixing_norm(x), x, past, rotation)
         return x if self.mlp_first else x + self.mlp(self.mlp_norm(x))
 
 
@@ -101,8 +112,8 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
         return embedding
 
 
-class Places:
-    """The positions of a batch's new tokens, by an attention mask (batch, past + new) or None. The
+class TokenLayout:
+    """Where a batch's new tokens are, by an attention mask (batch, past + new) or None. The
     model works on `gather(input_ids)`: each text's tokens come first, and its padding after them,
     where no token can see it. `restore` puts the results back into the input's columns. A padded
     position gets the result of the last token before it: `generate` reads the last column, which so
@@ -111,14 +122,16 @@ class Places:
     """
 
     def __init__(self, mask: Tensor | None, new: int):
-        self.order, self.new, self.is_padded = None, new, mask is not None
+        self.new = new
+        self.is_padded = mask is not None
+        self.order = None
         if not self.is_padded:
             return
-        taken = mask[:, -new:].bool()
-        # (batch, 1): tokens of each text in the cache; (batch, new): new ones up to each column
-        self.starts, self.count = mask[:, :-new].bool().sum(1, keepdim=True), taken.cumsum(1)
+        is_token = mask[:, -new:].bool()
+        self.starts = mask[:, :-new].bool().sum(1, keepdim=True)  # (batch, 1): tokens in the cache
+        self.count = is_token.cumsum(1)  # (batch, new): new tokens up to each column
         if new > 1:  # (batch, new): the columns with tokens, then those with padding
-            self.order = taken.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+            self.order = is_token.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
 
     def gather(self, input_ids: Tensor) -> Tensor:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
@@ -127,11 +140,11 @@ class Places:
         """Of the gathered tokens, after `earlier` columns in the cache: (batch or 1, new) int64.
         Padding stands behind each text, or at -1 if it is to be marked.
         """
-        place = torch.arange(self.new, device=device)
+        column = torch.arange(self.new, device=device)
         if not self.is_padded:
-            return earlier + place[None]
-        padding = (place >= self.count[:, -1:]) & mark_padding
-        return (self.starts + place).masked_fill(padding, -1)
+            return earlier + column[None]
+        is_marked = (column >= self.count[:, -1:]) & mark_padding
+        return (self.starts + column).masked_fill(is_marked, -1)
 
     def restore(self, x: Tensor) -> Tensor:
         """x (batch, new, channels), back in the order of the input's columns."""
@@ -178,17 +191,19 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states = [] if output_hidden_states else None
-        places = Places(attention_mask, input_ids.shape[1])
-        input_ids = places.gather(input_ids)
+        layout = TokenLayout(attention_mask, input_ids.shape[1])
+        input_ids = layout.gather(input_ids)
         if past is None:
             x = self._blocks(input_ids, None, states)
         else:
             # A single token of padding is overwritten by the token that follows.
             mark_padding = self.config.mixing_weight in RECURRENT or input_ids.shape[1] > 1
-            past.positions = places.positions(past.length, input_ids.device, mark_padding)
-            past.has_padding = mark_padding and places.is_padded
+            past.positions = layout.positions(past.length, input_ids.device, mark_padding)
+            past.has_padding = mark_padding and layout.is_padded
             x = past.run(self._blocks, input_ids, states)
-        x, states = places.restore(x), states and tuple(map(places.restore, states))
+        x = layout.restore(x)
+        if states is not None:
+            states = tuple(layout.restore(state) for state in states)
         return BaseModelOutputWithPast(x, past, hidden_states=states)
 
     def _blocks(
@@ -203,32 +218,39 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         (x,) = in_autocast_dtype(x)
         rotation = None
         if self.config.mixer_rotary:
-            whole = torch.arange(x.shape[1], device=x.device)[None]
-            positions = whole if past is None else past.positions
+            if past is None:
+                positions = torch.arange(x.shape[1], device=x.device)[None]
+            else:
+                positions = past.positions
             rotation = rotations(positions, self.config.mixer_key_size)
         for layer in self.layers:
             if states is not None:
                 states.append(x)
-            more = {"rotation": rotation} if isinstance(layer.mixing, Keyed) else {}
-            x = layer(x, past, **more)
+            x = layer(x, past, rotation if isinstance(layer.mixing, Keyed) else None)
         x = self.norm(x)
         if states is not None:
             states.append(x)
         return x
 
-    def _check(self, input_ids, attention_mask, cache, others: dict) -> None:
+    def _check(self, input_ids, attention_mask, cache, kwargs: dict) -> None:
         """Raises ValueError for the input errors that MaskedMixerForCausalLM.forward names."""
         # Other models read these. Ignoring them without an error would give wrong results.
-        odd = [name for name in ("inputs_embeds", "position_ids") if others.get(name) is not None]
-        odd += [] if cache is None or isinstance(cache, MixingCache) else [type(cache).__name__]
-        if input_ids is None or odd:
+        unread = [
+            name for name in ("inputs_embeds", "position_ids") if kwargs.get(name) is not None
+        ]
+        if cache is not None and not isinstance(cache, MixingCache):
+            unread.append(type(cache).__name__)
+        if input_ids is None or unread:
             raise ValueError(
-                f"{' and '.join(odd) or 'no input_ids'} given; a masked mixer reads input_ids, an "
-                "attention_mask for padding, and a MixingCache as past_key_values"
+                f"{' and '.join(unread) or 'no input_ids'} given; a masked mixer reads input_ids, "
+                "an attention_mask for padding, and a MixingCache as past_key_values"
             )
-        (batch, new), longest = input_ids.shape, self.config.longest_text
-        past = cache.length if cache is not None else 0
-        longest = longest if cache is None else min(longest, cache.longest_text)
+        batch, new = input_ids.shape
+        past = 0
+        longest = self.config.longest_text
+        if cache is not None:
+            past = cache.length
+            longest = min(longest, cache.longest_text)
         if new == 0:
             raise ValueError(NO_TOKEN)
         if past + new > longest:
@@ -298,8 +320,10 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
         for arguments that this model does not read: inputs_embeds, position_ids, other caches.
         """
         output = self.model(input_ids, attention_mask, **kwargs | {"return_dict": True})
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, kept])
+        columns = logits_to_keep
+        if isinstance(logits_to_keep, int):
+            columns = slice(-logits_to_keep, None)
+        logits = self.lm_head(output.last_hidden_state[:, columns])
         loss = None
         if labels is not None:
             labels = self.predicted_labels(labels, attention_mask)
@@ -318,7 +342,13 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
         triangle, but as usual no norms, nonlinearities, embedding and softmax; and `token_mixing`,
         the part of these in the triangular convolutions.
         """
-        tokens, parts = self.config.max_position_embeddings, list(self.modules())
-        linear = sum(2 * part.weight.numel() for part in parts if isinstance(part, nn.Linear))
-        mixing = sum(part.flops(tokens) for part in parts if hasattr(part, "flops")) / tokens
+        tokens = self.config.max_position_embeddings
+        linear = 0
+        text_mixing = 0  # of all tokens of a text
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                linear += 2 * module.weight.numel()
+            if hasattr(module, "flops"):
+                text_mixing += module.flops(tokens)
+        mixing = text_mixing / tokens
         return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}

@@ -1,3 +1,4 @@
+# Copied beside every saved model: it imports from this package only files that are copied too.
 """Suffix matching: what followed the last time that the same tokens stood in the context. Attention
 learns this from data (induction heads, arXiv 2209.11895); here it is looked up.
 """
@@ -8,39 +9,41 @@ from torch import Tensor, nn
 
 from .cache import MixingCache
 
-PLACE = (-1, 0)  # of the tokens in a cache
+MODULE_ID = (-1, 0)  # of the tokens in a cache
 NONE = -(2**21)  # before the first token; below it, no number stands for anything
-WIDE = 2**25  # more than there are numbers for tokens
+GROUP_STRIDE = 2**25  # more than there are numbers for tokens
 
 
 def followers(ids: Tensor, positions: Tensor, context: int, longest: int) -> tuple[Tensor, Tensor]:
-    """What followed the latest earlier place, fewer than `context` tokens back, where the same last
-    tokens stood: as many as possible of up to `longest`.
+    """What followed the latest earlier position, fewer than `context` tokens back, where the same
+    last tokens stood: as many as possible of up to `longest`.
 
     ids: (batch, length) int64, of the tokens so far, and of anything behind them. positions: (batch
     or 1, new) int64, of the new ones among them. Returns token and number of equal tokens, 0 where
-    there is no such place: (batch, new) int64 each.
+    there is no such position: (batch, new) int64 each.
     """
-    place = torch.arange(ids.shape[1], device=ids.device)[None]
+    column = torch.arange(ids.shape[1], device=ids.device)[None]
     last = positions.amax(1, keepdim=True)
-    ids = ids.where(place <= last, -1 - place)  # unlike any other
+    ids = ids.where(column <= last, -1 - column)  # unlike any other
     positions = positions.clamp(min=0).expand(ids.shape[0], -1)
-    group, alike, token = 0, place < last, torch.zeros_like(positions)
-    equal = token
+    token = torch.zeros_like(positions)
+    equal = torch.zeros_like(positions)
+    alike = column < last
+    group = 0
     for back in range(longest):
-        before = ids.roll(back, dims=1).where(place >= back, NONE)
+        before = ids.roll(back, dims=1).where(column >= back, NONE)
         if positions.shape[1] == 1:  # generation: one token is compared with all others
             alike = alike & (before == before.gather(1, positions))
-            latest = place.where(alike, -1).amax(1, keepdim=True)
-        else:  # places of one group have the same last `back` tokens
-            key, order = (group * WIDE + before).sort(dim=1, stable=True)
+            latest = column.where(alike, -1).amax(1, keepdim=True)
+        else:  # columns of one group have the same last `back` tokens
+            key, order = (group * GROUP_STRIDE + before).sort(dim=1, stable=True)
             same = F.pad(key[:, 1:] == key[:, :-1], (1, 0))
             earlier = F.pad(order, (1, -1)).where(same, -1)
             latest = torch.empty_like(order).scatter_(1, order, earlier).gather(1, positions)
             group = torch.empty_like(order).scatter_(1, order, (~same).cumsum(1))
-        found = (latest >= 0) & (positions - latest < context) & (positions >= back)
-        token = ids.gather(1, latest + 1).where(found, token)
-        equal = torch.where(found, back + 1, equal)
+        is_match = (latest >= 0) & (positions - latest < context) & (positions >= back)
+        token = ids.gather(1, latest + 1).where(is_match, token)
+        equal = torch.where(is_match, back + 1, equal)
     return token, equal
 
 
@@ -62,19 +65,23 @@ class SuffixMatch(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.context, self.longest = config.max_position_embeddings, config.suffix_match
+        self.context = config.max_position_embeddings
+        self.longest = config.suffix_match
         self.embed_tokens = Table(config.vocab_size, config.hidden_size, start=0)
         self.gain = Table(self.longest, config.hidden_size, start=1)
 
     def forward(self, input_ids: Tensor, past: MixingCache | None) -> Tensor:
-        ids, positions = input_ids, torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        if past is not None and past.is_empty:
-            past.append(PLACE, ids[:, None, :, None], self.context + self.longest)
+        ids = input_ids
+        if past is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        else:
+            new = ids[:, None, :, None]  # one head of one channel
+            ring = past.append(MODULE_ID, new, self.context + self.longest)
             positions = past.positions
-        elif past is not None:
-            ring = past.append(PLACE, ids[:, None, :, None], self.context + self.longest)
-            ids, first = past.in_order(PLACE, ring)
-            ids, positions = ids[:, 0, :, 0], past.positions - first
+            if not past.is_empty:
+                ordered, first = past.in_order(MODULE_ID, ring)
+                ids = ordered[:, 0, :, 0]
+                positions = positions - first
         token, equal = followers(ids, positions, self.context, self.longest)
         number = F.one_hot(equal, self.longest + 1)[..., 1:]  # all zeros where nothing was found
         # A product, because an embedding's gradient is slow where many tokens share few rows.

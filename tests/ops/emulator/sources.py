@@ -29,26 +29,29 @@ def emulated(unit: Path, replacements: Replacements) -> str:
     """The file `unit` and what it includes as one, each pattern replaced where it is: at least
     once.
     """
-    seen, parts = set(), []
+    seen = set()
+    lines = []
 
     def add(name: str) -> None:
         if name in seen:
             return
         seen.add(name)
         for line in (unit.parent / name).read_text().splitlines():
-            if found := re.match(r'#include "(.*)"', line):
-                add(found[1])
+            include = re.match(r'#include "(.*)"', line)
+            if include:
+                add(include[1])
             elif not line.startswith("#pragma once"):
-                parts.append(line)
+                lines.append(line)
 
     add(unit.name)
-    text = "\n".join(parts) + "\n"
+    text = "\n".join(lines) + "\n"
     text = re.sub(r"(?<!\.)\b(block|grid)Dim\.x", r"emulator::\1_size.x", text)
     for pattern, replacement in [*replacements, (LAUNCH, LAUNCHED)]:
         text, count = re.subn(pattern, replacement, text, flags=re.DOTALL)
         assert count > 0, f"{pattern} is nowhere: the emulator knows the kernels no longer"
-    if found := re.search(r"^.*(\basm\b|<<<|__shared__).*$", text, flags=re.MULTILINE):
-        raise AssertionError(f"new to the emulator: {found[0]}")
+    new = re.search(r"^.*(\basm\b|<<<|__shared__).*$", text, flags=re.MULTILINE)
+    if new:
+        raise AssertionError(f"new to the emulator: {new[0]}")
     return text
 
 
@@ -69,8 +72,8 @@ def link(objects: list[Path], directory: Path) -> Path:
 def nvcc(*arguments) -> None:
     """For C++ it is g++ with CUDA's headers."""
     command = [str(build.find_nvcc()), *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.returncode == 0, process.stdout
 
 
 def exports(architecture: str) -> str:
