@@ -76,7 +76,7 @@ def read_yaml(path: str | Path) -> dict:
     except (FileNotFoundError, IsADirectoryError):
         path = Path(path)
         folder = path if path.is_dir() else path.parent
-        files = [*folder.glob("*.yaml")] or [*Path("configs").glob("*.yaml")]
+        files = [*folder.glob("[!.]*.yaml")] or [*Path("configs").glob("*.yaml")]
         names = ", ".join(sorted(map(str, files))) or "none"
         problem = f"{path} is a folder" if path.is_dir() else f"no configuration file {path}"
         raise UserError(f"{problem}; there are: {names}") from None
