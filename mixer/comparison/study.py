@@ -42,8 +42,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def result_paths(output: Path) -> tuple[Path, Path]:
-    """The file of the results, and the folder of their runs."""
+    """The file of the results, and the folder of their runs. Raises UserError for a path that names
+    neither.
+    """
     output = as_path(output)
+    if output.name in ("", ".."):
+        raise UserError(
+            f"--output {str(output)!r} names no file; allowed: a path without suffix, such as "
+            "results/today"
+        )
     return output.with_name(f"{output.name}.json"), output.with_name(f"{output.name}-runs")
 
 

@@ -415,6 +415,12 @@ def test_odd_values_of_a_plan_are_named(parts, said, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
 
 
+@pytest.mark.parametrize("output", ["", "/", "a/.."])
+def test_results_need_a_name(output):
+    with pytest.raises(UserError, match="names no file; allowed: a path without suffix"):
+        study.Study(Path(output), {}, "command", "commit")
+
+
 ROW = {"settings": {}, "commit": "a", "hardware": {"device": "cpu", "torch": "2"}}
 ROW |= {"validation_loss": 4.0, "training_seconds": 1.0, "steps": 3}
 

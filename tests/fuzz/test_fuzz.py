@@ -183,6 +183,8 @@ def problem(folder: Path, seed: int) -> str | None:
     left = {path for path in new if not path.startswith("prepared")} if status else set()
     if status and arguments[0] == LIMITED and in_folder(folder, output, *arguments[2:]) != 0:
         wrong.append("it does not work where there is space")
+    # A plan's runs that fail have their output there, which the message names.
+    left = {path for path in left if not (path.startswith("out-runs") and "more in" in printed)}
     if left and not begun:
         wrong.append(f"left behind: {', '.join(sorted(left)[:5])}")
     if not wrong:
