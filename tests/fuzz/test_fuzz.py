@@ -34,6 +34,9 @@ LAST = "runs/small/step-4"
 TRAIN = "train --config config.yaml name=new"
 PARQUET = "data.directory=prepared data.source=parquet data.path=text/b.parquet"
 LIMITED = str(Path(__file__).with_name("limited.py"))
+# Without them an empty configuration, which is allowed, would train the default model for days.
+SMALL = "model.hidden_size=8 model.num_hidden_layers=1 model.max_position_embeddings=16"
+SMALL += " train.steps=2 train.batch_size=2 data.directory=prepared"
 PAIRS = "data.path=text/pairs.jsonl data.pair_field=answer train.objective=contrastive"
 TRAIN_PLAN = str(ROOT / "benchmarks/train_plan.py")
 OF_LAST = f"{LAST}/*"
@@ -43,8 +46,8 @@ COMMANDS = {
     f"{TRAIN} train.steps=2": "config.yaml data/* text/*",
     f"{TRAIN} train.steps=2 data.directory=prepared": "config.yaml text/*",
     f"{TRAIN} train.steps=1 {PARQUET}": "text/b.parquet",
-    f"{TRAIN} train.steps=2 data.directory=prepared {PAIRS}": "config.yaml text/pairs.jsonl",
-    f"{TRAIN} train.steps=2 data.directory=prepared data.source=copy data.path=": "config.yaml",
+    f"{TRAIN} {SMALL} {PAIRS}": "config.yaml text/pairs.jsonl",
+    f"{TRAIN} {SMALL} data.source=copy data.path=": "config.yaml",
     "train_plan plan.yaml --output out": "plan.yaml text/a.jsonl",
     "train_plan kinds.yaml --output out": "kinds.yaml",
     "train --config config.yaml train.steps=6": f"data/* runs/small/* {TRAINED}",
