@@ -28,7 +28,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size
-from mixer.training.config import RunConfig, flatten, load_config, override
+from mixer.training.config import RunConfig, flatten, load_config
 
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 OPTIONS = {str: object}  # of runs, by section.key; load_config checks them
@@ -73,8 +73,7 @@ class Run:
         return 4 * self.settings.get("logging.log_every", RunConfig().logging.log_every)
 
     def config(self, *changes: str) -> RunConfig:
-        overrides = [override(key, value) for key, value in self.settings.items()]
-        return load_config(None, [*overrides, *changes])
+        return load_config(None, list(changes), self.settings)
 
     def with_seed(self, seed: int) -> "Run":
         return replace(

@@ -194,9 +194,11 @@ for section, section_class in SECTIONS.items():
     OPTIONS |= {f"{section}.{item.name}": item for item in fields(section_class)}
 
 
-def load_config(path: str | None, overrides: list[str]) -> RunConfig:
-    """The configuration from a YAML file (None: the defaults) and `section.key=value` overrides,
-    which win.
+def load_config(
+    path: str | None, overrides: list[str], settings: dict[str, Any] | None = None
+) -> RunConfig:
+    """The configuration from a YAML file (None: the defaults), a plan's settings by section.key,
+    and `section.key=value` overrides, of which later ones win.
 
     Raises UserError that lists every problem: unknown keys with the nearest valid one, and values
     not allowed; or, where there are none, what options do not allow together.
@@ -205,6 +207,7 @@ def load_config(path: str | None, overrides: list[str]) -> RunConfig:
     problems = []
     sections = {} if path is None else read_yaml(as_path(path))
     entries = [(key, value, path) for key, value in flatten(sections)]
+    entries += [(key, value, "plan") for key, value in (settings or {}).items()]
     for text in overrides:
         try:
             entries.append((*read_override(text), "command line"))

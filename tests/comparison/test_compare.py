@@ -404,6 +404,11 @@ def test_an_incomplete_plan_is_refused(plan):
         ({"kinds": {"a b": {"": {}}, "a-b": {"": {}}}}, "'a b' and 'a-b' would share results"),
         ({"kinds": {"..": {"": {}}}}, "name = '..'; allowed: a directory name"),
         ({"seeds": [1, 1]}, "'a 512, seed 1' and 'a 512, seed 1' would share results"),
+        (
+            {"common": {"logging.log_every": "1"}},
+            "logging.log_every = '1'; allowed: a whole number",
+        ),
+        ({"common": {"data.path": [1]}}, r"data.path = \[1\]; allowed: text"),
     ],
 )
 def test_odd_values_of_a_plan_are_named(parts, said, tmp_path, monkeypatch):
