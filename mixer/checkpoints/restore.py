@@ -16,11 +16,10 @@ from mixer.checkpoints.checkpoint import (
     FORMAT,
     STATE,
     find_resume,
-    local_part,
-    optimizer_state,
     read_trainer,
     remove_partial,
 )
+from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import Say, UserError, first_line
 from mixer.data.config import Manifest
 from mixer.data.tokenizer import read_tokenizer

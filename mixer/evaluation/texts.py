@@ -1,76 +1,28 @@
-"""What is evaluated: the options of eval.py, the token streams that they name, and the size of
-their text.
+"""What is evaluated: the token streams that options name, and the size of their text.
 
 Each document is a stream of its own, tokenized exactly as training data is, with nothing added.
 Packed prepared data is one stream with an EOS after each document.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
-from mixer.common.hardware import TYPES
-from mixer.common.options import option, option_problems
-from mixer.data.config import TASKS, DataConfig, from_values
+from mixer.data.config import DataConfig
 from mixer.data.samples import TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
 from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
-from mixer.evaluation.scoring import DEVICES
-from mixer.ops import BACKENDS
+from mixer.evaluation.config import EvalOptions
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
-# Options that not all of text, hub, data, pairs and a task read.
-READ_BY = {"subset": ("hub",), "split": ("hub",), "text_field": ("text", "hub")}
-OF_TEXTS = ("stride", "max_tokens", "first_token", "last_window")
-READ_BY |= dict.fromkeys(OF_TEXTS, ("text", "data", "hub"))
-LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
-
-
-@dataclass
-class EvalOptions:
-    """What to evaluate, and how; the fields are the options of eval.py."""
-
-    checkpoint: str = option(MISSING, "checkpoints, or directories of any causal language model")
-    # At most one of these four.
-    text: Sequence[str] = option((), "files, folders or globs; .jsonl: one document per row")
-    data: str = option("", "prepared data directory; default: the run's")
-    pairs: str = option("", "prepared pairs: measure how often a text finds its partner")
-    hub: str = option("", "dataset of the hub")
-    subset: str = option("", "hub: the dataset's configuration")
-    split: str = option("test", "hub: the split to read")
-    text_field: str = option("text", "field with the text of a row")
-    window: int | None = option(None, "longest window; default: the context", at_least=1)
-    stride: int | None = option(None, "window step in tokens; default: the window", at_least=1)
-    batch_size: int = option(16, "windows per forward pass", at_least=1)
-    max_tokens: int = option(0, "score at most this many tokens; 0: all", at_least=0)
-    # Under eos a blank row is a document, too.
-    first_token: str = option("skip", "skip it, or score it after an EOS", choices=FIRST_TOKEN)
-    last_window: str = option("short", "may be short, or starts earlier", choices=LAST_WINDOW)
-    device: str = option("auto", "where to compute", choices=DEVICES)
-    dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=TYPES)
-    backend: str = option("", "mixing backend; default: the checkpoint's", choices=("", *BACKENDS))
-
-    @property
-    def source(self) -> DataConfig | str | None:
-        """What is scored without `text` and `hub`: the run's task, or a data directory."""
-        trainer = read_trainer(as_path(self.checkpoint))
-        data = trainer.get("settings", {}).get("data", {})
-        is_task = data.get("source") in TASKS and not self.data
-        if not is_task:
-            return self.data or trainer.get("data_directory")
-        task = from_values(DataConfig, data)
-        if problems := option_problems(task, "data."):
-            raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
-        return task
 
 
 @dataclass

@@ -10,6 +10,9 @@ from mixer.models.masked_mixer.model_options import MixerOptions, shape_problems
 # By their names in config.json. The classes are in mixer/models/architecture.py.
 ARCHITECTURES = ("masked_mixer", "llama", "qwen3", "shifted_qwen3")
 
+# Among how many texts a text's partner is looked for, where retrieval is measured.
+CANDIDATES = (32, 1024, 8192)
+
 
 @dataclass
 class ModelConfig(MixerOptions):

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-CANDIDATES = (32, 1024, 8192)
+from mixer.models.config import CANDIDATES
+
 MOST_PAIRS = max(CANDIDATES)  # that are compared with each other
 
 

@@ -404,7 +404,7 @@ def device_reason(index: int) -> str | None:
     not tried again in this process.
     """
     if torch.version.hip is not None or not torch.cuda.is_available():
-        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
+        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `mixer doctor`."
     try:
         weight = torch.ones(1, 2, 2, device=torch.device("cuda", index))
         pack(weight, 2, torch.float16).cpu()

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from mixer.checkpoints.model_files import existing
 from mixer.common.errors import UserError, processes
 from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
@@ -316,10 +317,8 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
     files = [path / "config.json" for path in candidates]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        from mixer.checkpoints.pretrained import check_checkpoint  # which takes seconds
-
         try:
-            check_checkpoint(init_from)  # says what is there instead
+            existing(init_from)  # says what is there instead
         except UserError as error:
             raise UserError(f"train.init_from: {error}") from None
     options = saved_options(read_json(file, "give another checkpoint"))

@@ -12,7 +12,8 @@ import transformers
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
+from mixer.checkpoints.checkpoint import all_checkpoints
+from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import memory_for

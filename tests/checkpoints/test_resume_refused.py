@@ -12,8 +12,8 @@ from checkpoints import list_files
 from runs import read_lines, refusal, state_files
 from safetensors.torch import load_file, save_file
 
+from mixer.checkpoints.export import export
 from mixer.common.errors import UserError
-from mixer.export import export
 from mixer.training.config import load_config
 from mixer.training.loop import train
 

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from mixer.checkpoints.convert import convert, convert_back, convert_mixing
 from mixer.checkpoints.reference_format import from_reference, to_reference
+from mixer.commands.convert import main
 from mixer.common.errors import UserError
-from mixer.convert import convert, convert_back, convert_mixing, main
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv

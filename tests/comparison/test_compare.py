@@ -14,11 +14,11 @@ from launching import run_python, start_python
 from markdown import rows as rows_of
 from runs import ROOT, read_lines
 
+from mixer.commands.compare import main
 from mixer.common.errors import UserError
 from mixer.common.files import results_locked
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
-from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
 

@@ -12,8 +12,14 @@ from matplotlib.figure import Figure
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.commands.inspect import main
 from mixer.common.errors import UserError
-from mixer.inspect import by_lag, effective_context, main, mixing_matrices, plot_by_lag
+from mixer.evaluation.matrices import (
+    by_lag,
+    effective_context,
+    mixing_matrices,
+    plot_by_lag,
+)
 
 
 def test_effective_context_is_counted_by_hand():

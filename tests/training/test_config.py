@@ -8,11 +8,11 @@ import torch
 import yaml
 from runs import ROOT
 
+from mixer.commands.train import main
 from mixer.common.errors import UserError
 from mixer.models.architecture import MODELS, model_config
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.ops import BACKENDS
-from mixer.train import main
 from mixer.training.config import OPTIONS, RunConfig, flatten, load_config
 from mixer.training.optim import OPTIMIZERS
 from mixer.training.start import save_config

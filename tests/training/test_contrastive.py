@@ -13,15 +13,15 @@ from runs import read_lines
 from texts import EOS_IN_TEXTS, quiet, save_tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from mixer.checkpoints.convert import convert_mixing
+from mixer.checkpoints.export import export
+from mixer.commands.eval import main as eval_command
 from mixer.common.errors import UserError
 from mixer.common.files import sha256
-from mixer.convert import convert_mixing
 from mixer.data.config import DataConfig, fingerprint
 from mixer.data.prepare import prepare
 from mixer.data.samples import PairFile
 from mixer.data.tokenizer import load_tokenizer
-from mixer.evaluation.evaluate import EvalOptions, evaluate
-from mixer.export import export
 from mixer.models.architecture import ModelConfig, model_class, model_config
 from mixer.models.retrieval import info_nce, text_keys, text_vectors, top1
 from mixer.training.config import load_config
@@ -287,7 +287,7 @@ def test_a_language_model_learns_to_find_partners_and_others_load_it(
     )
     assert torch.equal(head, before), "the output layer has no part in it"
     capsys.readouterr()
-    evaluate([EvalOptions(checkpoint=str(checkpoint), pairs=str(tmp_path / "data"))])
+    eval_command(["--checkpoint", str(checkpoint), "--pairs", str(tmp_path / "data")])
     (file,) = run.glob("retrieval-step-60-data*/report.json")
     (report,) = json.loads(file.read_text())
     assert report["top1_of_32"] == pytest.approx(shares[-1], abs=0.02)
