@@ -272,7 +272,7 @@ def closing(run: RunConfig, step: int, stopped: bool) -> str:
     candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
     checkpoints = [path for path in candidates if path.is_dir()]
     if checkpoints:
-        command = ["python", "-m", "mixer.eval", "--checkpoint", str(checkpoints[0])]
+        command = ["mixer", "eval", "--checkpoint", str(checkpoints[0])]
         if run.is_contrastive:
             command += ["--pairs", run.data.directory]
     else:

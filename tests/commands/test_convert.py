@@ -89,7 +89,7 @@ def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize("other", (["--back"], ["--mixing-weight", "full"]))
 def test_how_heads_mix_is_refused_where_the_model_says_it(monkeypatch, capsys, other):
     arguments = ["model", "--output", "converted", "--mixing", "rows", *other]
-    monkeypatch.setattr("sys.argv", ["mixer.convert", *arguments])
+    monkeypatch.setattr("sys.argv", ["convert", *arguments])
     with pytest.raises(SystemExit):
         main()
     assert "--mixing is for the author's files" in capsys.readouterr().err

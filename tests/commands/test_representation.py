@@ -1,4 +1,4 @@
-"""Promises of `python -m mixer.representation`: what a layer keeps of a text is found, what it
+"""Promises of `mixer representation`: what a layer keeps of a text is found, what it
 drops is not.
 """
 

@@ -62,9 +62,9 @@ def test_the_advice_is_what_was_not_done_already(finished, write_config, monkeyp
     """Training's is in test_train."""
     monkeypatch.setattr(MaskedMixerForCausalLM, "forward", MaskedMixerForCausalLM.forward)
     ask_for_too_much()
-    checkpoint = str(finished / "step-12")
+    checkpoint = finished / "step-12"
     with pytest.raises(UserError, match=r"\. Give a smaller --window$"):
-        evaluate_checkpoint(EvalOptions(checkpoint, device="cpu", batch_size=1, dtype="bf16"))
+        evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu", batch_size=1, dtype="bf16"))
     with pytest.raises(UserError, match=r"\. Give a smaller --new-tokens$"):
         continuations(checkpoint, ["def"], 9, 0.0, 0)
     run = load_config(str(write_config()), ["name=out", "train.recompute=block"])

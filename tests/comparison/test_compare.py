@@ -48,7 +48,7 @@ def runs_in(file: Path) -> dict:
 
 def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path):
     output = tmp_path / "compared"
-    command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
+    command = ["-m", "mixer", "compare", "--config", write_config(), "--output", output]
     command += ["--backends", "dense", "llama", "--seeds", 2]
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
     printed = run_python(*command, output=tmp_path / "printed")
@@ -81,7 +81,7 @@ def test_a_comparison_goes_on_where_its_output_fails_as_that_of_a_closed_termina
 def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_path):
     """Mixing weights by lag are for the mixers of a comparison alone."""
     output, options = tmp_path / "compared", ["optim.name=muon", "model.mixing_weight=lags"]
-    command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
+    command = ["-m", "mixer", "compare", "--config", write_config(), "--output", output]
     command += ["--backends", "dense", "llama", "--seconds", 0.3, *options]
     run_python(*command, output=tmp_path / "printed")
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
