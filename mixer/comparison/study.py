@@ -76,9 +76,10 @@ class Study:
         """
         # Only now, as it takes seconds, and wrong options are refused at once. Each run is a fork,
         # which has it then.
-        from mixer.comparison import training
+        import mixer.comparison.training  # noqa: F401
+        from mixer.common.hardware import commit
 
-        self.origin["commit"] = self.origin["commit"] or training.commit()
+        self.origin["commit"] = self.origin["commit"] or commit()
         runs_before = len(self.runs)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:

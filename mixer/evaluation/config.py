@@ -87,10 +87,6 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = as_path(options.checkpoint)
     check_checkpoint(directory)
-    for name in options.text:
-        check_path(name)
-    for name in filter(None, (options.data, options.pairs)):
-        Manifest.load(as_path(name))
     source = options.source
     scored = next((name for name in ("text", "hub", "pairs") if getattr(options, name)), "data")
     if scored == "data" and isinstance(source, DataConfig):
@@ -104,3 +100,7 @@ def check_options(options: EvalOptions) -> None:
         if source:
             problem = f"was trained on {source}, which is not in {Path.cwd()}"
         raise UserError(f"{directory} {problem}: give --data DIR, --text FILE... or --hub NAME")
+    for name in options.text:
+        check_path(name)
+    for name in filter(None, (options.data, options.pairs)):
+        Manifest.load(as_path(name))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import train_plan
 import yaml
 from launching import run_python, start_python
@@ -64,10 +65,10 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     assert f"{losses[0]:.4f}" in row
 
     with pytest.raises(UserError, match="'dense' with other options: train.batch_size"):
-        main([*map(str, command[2:]), "train.batch_size=4"])
+        main([*map(str, command[3:]), "train.batch_size=4"])
     other = ["--backends", "auto", "data.source=text", "data.path=b"]
     with pytest.raises(UserError, match="'dense' of other data: data.path None, not b, data.so"):
-        main([*map(str, command[2:6]), *other])
+        main([*map(str, command[3:7]), *other])
 
 
 def test_a_comparison_goes_on_where_its_output_fails_as_that_of_a_closed_terminal_does(
@@ -329,7 +330,7 @@ def test_while_runs_train_their_last_lines_are_printed(monkeypatch, tmp_path, ca
 
 
 def test_gpus_that_are_named_are_not_counted_which_may_take_cuda_from_forks(monkeypatch):
-    monkeypatch.setattr(study.torch.cuda, "device_count", lambda: pytest.fail("counted"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     assert study.visible_gpus() == ["MIG-a", "MIG-b"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

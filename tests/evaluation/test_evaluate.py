@@ -197,7 +197,7 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     (written,) = continuations(checkpoint, ["tok"], 80, 0.0, 0)
     assert len(tokenizer(written).input_ids) > 32
     with pytest.raises(UserError, match="-tokens is 80, .* is 32: ask .* --mixing-weight lags"):
-        continuations(str(checkpoints[1]), ["tok"], 80, 0.0, 0)
+        continuations(checkpoints[1], ["tok"], 80, 0.0, 0)
     with pytest.raises(UserError, match="--window is 96, .* is 32: ask .* --mixing-weight lags"):
         evaluate(checkpoints[1], window=96)
 
