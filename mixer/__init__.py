@@ -29,7 +29,7 @@ __all__ = [
     "__version__",
     "triangular_conv",
 ]
-# Where each is, of the exports that take time to import, and what is found as mixer.ops.
+# Where each is, of the exports that take time to import.
 _MODULES = {
     "MaskedMixerConfig": "mixer.models.masked_mixer.configuration",
     "MaskedMixerForCausalLM": "mixer.models.masked_mixer.modeling",
@@ -46,6 +46,8 @@ auto.register()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":  # mixer.ops.keyed_conv and the like, after `import mixer` alone
+        return import_module("mixer.ops")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)

@@ -101,7 +101,7 @@ def run(program: str, *options: str) -> subprocess.CompletedProcess:
     [
         ("import mixer", {"torch", "numpy", "transformers"}),
         ("from mixer import triangular_conv", {"torch._dynamo", "triton", "transformers"}),
-        ("from mixer import *", set()),
+        ("import mixer; mixer.ops.keyed_conv; from mixer import *", set()),
         (
             "import mixer; from transformers import AutoConfig, AutoModel, AutoTokenizer",
             {"torch._dynamo", "transformers.modeling_utils", "mixer.models.masked_mixer.modeling"},
