@@ -1,7 +1,7 @@
 """Whether the CUDA kernels will work here, and if not, what to do: `python -m mixer.doctor`.
 
-Kernels that are not built yet are built and tried: only running them shows that they run. Status 0
-if backend `cuda` will work, else 1.
+Kernels that are not built yet are built and compared with plain PyTorch: only running them shows
+that they are right. Status 0 if backend `cuda` will work, else 1.
 """
 
 import os

@@ -4,7 +4,6 @@ import errno
 import resource
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,21 +59,6 @@ def memory_limit(device: torch.device) -> int:
         with suppress(OSError, ValueError):  # there is none, or it says max
             limits.append(int(Path("/sys/fs/cgroup", group).read_text()))
     return min(limits)
-
-
-def product_flops(device: torch.device, precision: str) -> float:
-    """The FLOP/s of a matrix product here: measured, as no other work of a model is faster."""
-    size = 4096 if device.type == "cuda" else 512
-    matrix = torch.ones(size, size, device=device, dtype=PRECISIONS[precision])
-    # Others may use the processor, too. The first starts up; in bf16 a CPU may take half a second.
-    times: list[float] = []
-    while len(times) < 2 or (len(times) < 20 and sum(times[1:]) < 0.1):
-        began = time.perf_counter()
-        matrix @ matrix
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times)
 
 
 def lacks_bf16(device: torch.device) -> str:

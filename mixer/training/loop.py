@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
+from mixer.checkpoints.settings import save_config
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import memory_for
@@ -20,20 +21,12 @@ from mixer.common.terminal import lasting_output
 from mixer.data.prepare import Data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
-from mixer.training.config import RunConfig, TrainConfig
+from mixer.training.config import RunConfig, TrainConfig, used_configuration
+from mixer.training.estimate import banner, less_memory, needed_gb
 from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
 from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
 from mixer.training.passes import useful_flops
-from mixer.training.start import (
-    State,
-    banner,
-    check_run,
-    less_memory,
-    needed_gb,
-    open_run_data,
-    save_config,
-    start_state,
-)
+from mixer.training.start import State, check_run, open_run_data, start_state
 
 
 @lasting_output()
@@ -67,7 +60,8 @@ def start_metrics(run: RunConfig, state: State) -> Metrics:
     """Writes config.yaml and goes on with metrics.jsonl; on the main process alone."""
     step = state.counters.step
     if step < run.train.steps:  # else it stays as it is
-        save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
+        path = run.directory / "config.yaml"
+        save_config(used_configuration(run), path, state.record["earlier"])
     return Metrics(run, step, evaluation_due(run.train, step), state.wandb_id)
 
 
@@ -241,7 +235,7 @@ class Trainer:
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/checkpoint.py for what it holds."""
         self.counters.nats = in_json(float(self.world.sum(self.nats)))
-        trainer = asdict(self.counters) | self.state.recorded
+        trainer = asdict(self.counters) | self.state.record
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
         self.writer.save(self.optimizer, trainer)
