@@ -138,6 +138,9 @@ class LoggingConfig:
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
+    profile: bool = option(
+        False, "write a trace of steps 10 to 14 after the start to the run's trace.json.gz"
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dataclasses import asdict
 import torch
 import transformers
 from accelerate import Accelerator
+from torch.profiler import profile, schedule
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
@@ -27,6 +28,8 @@ from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
 from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
 from mixer.training.passes import useful_flops
 from mixer.training.start import State, check_run, open_run_data, start_state
+
+PROFILED = (10, 14)  # the first and the last step after the start that logging.profile traces
 
 
 @lasting_output()
@@ -114,6 +117,7 @@ class Trainer:
             stop_at_first=run.train.non_finite == "stop",
             device=self.device,
         )
+        self.profiles = run.logging.profile and world.is_main
         self.stop = Stop(world)
         self.timer = Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
@@ -133,11 +137,14 @@ class Trainer:
             if self.owes_evaluation:
                 with self.timer.count("paused"):
                     self.evaluate()
-            while counters.step < self.run.train.steps and not stopped:
-                self.writer.raise_failure()
-                self.stop.ask()
-                self.step()
-                stopped = self.between_steps()
+            with profiled(self.run) if self.profiles else nullcontext() as profiler:
+                while counters.step < self.run.train.steps and not stopped:
+                    self.writer.raise_failure()
+                    self.stop.ask()
+                    self.step()
+                    stopped = self.between_steps()
+                    if profiler:
+                        profiler.step()
             self.writer.wait()
         finally:
             self.writer.close()
@@ -256,6 +263,17 @@ class Trainer:
             self.metrics.write({"step": step, "tokens": self.counters.tokens} | scores)
             self.writer.link_best(self.metrics.validation_losses)
         self.world.say(f"step {step}: validation loss {loss:.4f}, {summary}")
+
+
+def profiled(run: RunConfig) -> profile:
+    """torch's profiler, which traces PROFILED of the steps that it is told of, or as many as there
+    are, and then writes the trace for chrome://tracing and Perfetto.
+    """
+    first, last = PROFILED
+    # The step before is traced and dropped: in it, the profiler starts up.
+    steps = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
+    path = str(run.directory / "trace.json.gz")
+    return profile(schedule=steps, on_trace_ready=lambda done: done.export_chrome_trace(path))
 
 
 def closing(run: RunConfig, step: int, stopped: bool) -> str:

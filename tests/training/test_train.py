@@ -1,6 +1,7 @@
 """Training as a person starts it: real launches, on made and built-in data."""
 
 import gc
+import gzip
 import json
 import re
 from contextlib import nullcontext
@@ -168,6 +169,24 @@ def test_garbage_is_collected_between_steps_alone_and_afterwards_as_before(
     # It saves every fourth step and evaluates every sixth; what comes later is no step.
     assert [step for step in collections if step < steps] == ([4, 6] if fails else [4, 6, 8])
     assert restored == was_enabled and still_frozen == 0
+
+
+def test_a_profile_is_of_five_steps_or_of_those_that_there_are_and_changes_no_loss(write_config):
+    options = ["train.steps=16", "train.eval_every=0", "checkpoint.save_last=false"]
+    run = load_config(str(write_config()), options)
+    train(run)
+    assert not (run.directory / "trace.json.gz").exists()
+    losses = read_losses(run.directory)
+    for steps, traced in ((16, range(9, 14)), (11, range(9, 11))):  # torch counts from 0
+        options = [*options, f"name=profiled-{steps}", f"train.steps={steps}"]
+        run = load_config(str(write_config()), [*options, "logging.profile=true"])
+        train(run)
+        with gzip.open(run.directory / "trace.json.gz") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert names >= {"aten::mm", *(f"ProfilerStep#{step}" for step in traced)}
+        assert "ProfilerStep#8" not in names and "ProfilerStep#14" not in names
+        if steps == 16:
+            assert read_losses(run.directory) == losses
 
 
 def test_a_run_of_few_steps_needs_no_other_option_and_its_warm_up_is_cut(write_config, capsys):
