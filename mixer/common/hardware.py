@@ -90,26 +90,30 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError)
 
 
-@contextmanager
-def memory_for(device: torch.device, activity: str, sizes: str, remedy: str) -> Iterator[None]:
-    """Raises UserError where what is done inside runs out of memory.
+def out_of_memory(device: torch.device, activity: str, sizes: str, remedy: str) -> UserError:
+    """The error for people, to be made where memory has just run out.
 
     activity: as in "evaluating FILE"; sizes: what decides how much memory that takes; remedy: what
     to lower.
     """
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else "the host's memory"
+    limit = memory_limit(device) / 2**30
+    return UserError(
+        f"out of memory on {device} ({name}, {limit:.1f} GiB) while {activity}: the peak was "
+        f"{peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
+    )
+
+
+@contextmanager
+def memory_for(device: torch.device, activity: str, sizes: str, remedy: str) -> Iterator[None]:
+    """Raises `out_of_memory` where what is done inside runs out of it."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        is_gpu = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_gpu else "the host's memory"
-        limit = memory_limit(device) / 2**30
-        peak = peak_memory_gb(device)
-        raise UserError(
-            f"out of memory on {device} ({name}, {limit:.1f} GiB) while {activity}: the peak was "
-            f"{peak:.2f} GiB. Sizes: {sizes}. {remedy}"
-        ) from None
+        raise out_of_memory(device, activity, sizes, remedy) from None
 
 
 # The root of the checkout, or the directory that the package is installed into.

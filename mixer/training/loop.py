@@ -17,7 +17,7 @@ from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
 from mixer.checkpoints.settings import save_config
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
-from mixer.common.hardware import memory_for
+from mixer.common.hardware import is_out_of_memory, out_of_memory
 from mixer.common.terminal import lasting_output
 from mixer.data.prepare import Data
 from mixer.data.samples import Batches, SampleOrder, to_device
@@ -92,6 +92,21 @@ class Trainer:
         self.counters = state.counters
         # A run that was killed between a save and its evaluation makes up for the evaluation.
         self.owes_evaluation = evaluation_due(run.train, self.counters.step)
+        self.guard = Guard(
+            self.optimizer,
+            scaled=self.scaler is not None,
+            stop_at_first=run.train.non_finite == "stop",
+            device=self.device,
+        )
+        self.writer = CheckpointWriter(
+            run.directory,
+            run.checkpoint.keep,
+            run.checkpoint.keep_every,
+            world,
+            self.model,
+            data.tokenizer,
+            makes_vectors=run.is_contrastive,
+        )
         self.batches = Batches(
             data.training,
             SampleOrder(len(data.training), run.seed),
@@ -102,21 +117,6 @@ class Trainer:
         )
         # Of all processes: as many targets, but in padded rows; of pairs, the tokens of both texts.
         self.step_tokens = self.batches.step_samples * run.sample_tokens
-        self.writer = CheckpointWriter(
-            run.directory,
-            run.checkpoint.keep,
-            run.checkpoint.keep_every,
-            world,
-            self.model,
-            data.tokenizer,
-            makes_vectors=run.is_contrastive,
-        )
-        self.guard = Guard(
-            self.optimizer,
-            scaled=self.scaler is not None,
-            stop_at_first=run.train.non_finite == "stop",
-            device=self.device,
-        )
         self.profiles = run.logging.profile and world.is_main
         self.stop = Stop(world)
         self.timer = Timer(self.counters.tokens)
@@ -329,16 +329,12 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
     several processes any error ends this one.
     """
-    names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-    sizes = [f"train.batch_size = {run.train.batch_size}"]
-    sizes += [f"model.{name} = {getattr(run.model, name)}" for name in names]
     try:
-        device = accelerator.device
-        remedy = less_memory(run, device)
-        with memory_for(device, f"training {run.directory}", ", ".join(sizes), remedy):
-            yield
+        yield
     except BaseException as error:
-        if isinstance(error, OSError):
+        if is_out_of_memory(error):
+            error = too_large(run, accelerator.device)
+        elif isinstance(error, OSError):
             error = UserError(
                 f"the run in {run.directory} has ended: {error}; fix the cause and run the same "
                 "command again: it continues from the last save, if any"
@@ -346,3 +342,11 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
         if accelerator.num_processes > 1:
             leave_with_error(error)
         raise error
+
+
+def too_large(run: RunConfig, device: torch.device) -> UserError:
+    names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    sizes = [f"train.batch_size = {run.train.batch_size}"]
+    sizes += [f"model.{name} = {getattr(run.model, name)}" for name in names]
+    remedy = less_memory(run, device)
+    return out_of_memory(device, f"training {run.directory}", ", ".join(sizes), remedy)

@@ -103,7 +103,6 @@ def check_pairs(data: Data, directory: str) -> None:
 
 def start_state(run: RunConfig, data: Data, world: World) -> State:
     """The model, its optimizer and the counters: new, or from the checkpoint to continue from."""
-    checkpoint = restore.find_checkpoint(run.directory, run.checkpoint.resume, world)
     configuration = used_configuration(run)
     record = {
         "data": restore.data_identity(data.manifest, run.seed),
@@ -112,6 +111,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
         "earlier": {},
         "mixing": {},
     }
+    checkpoint = restore.find_checkpoint(run.directory, run.checkpoint.resume, world)
     if checkpoint is not None:
         return resumed_state(checkpoint, record, run, data, world)
     model = build_model(run, data)
