@@ -9,12 +9,14 @@ of 7.5, and the assembler and the runtime are those of CUDA 12.9, which serve al
 
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from mixer.common.errors import run_command
+from mixer.common.files import whole_directory
 from mixer.ops import build
 
 ROOT = Path(__file__).parents[1]
@@ -27,22 +29,24 @@ COMPILERS = [
 CAPABILITIES = [(7, 0), (8, 0), (9, 0), (10, 0), (12, 0)]  # and what is newer by a minor version
 
 # What nvcc calls in place of the assembler and of `fatbinary`, which packs machine code.
-CUDA_12_TOOL = """#!{python} -IS
-import os, re, sys
-from pathlib import Path
-
-arguments = [re.sub("sm([_=])75", r"sm\\g<1>70", argument) for argument in sys.argv[1:]]
-for ptx in (Path(argument) for argument in arguments if argument.endswith(".ptx")):
-    text = re.sub(r"^\\.version 9\\.\\d", ".version 8.8", ptx.read_text(), flags=re.MULTILINE)
-    ptx.write_text(re.sub(r"^\\.target sm_75", ".target sm_70", text, flags=re.MULTILINE))
-tool = {tools}[Path(sys.argv[0]).name]
-os.execv(tool, [tool, *arguments])
+TOOL_OF_CUDA_12 = r"""#!/bin/sh
+for argument do
+    case $argument in
+    *.ptx)
+        sed -i 's/^\.version 9\.[0-9]/.version 8.8/; s/^\.target sm_75/.target sm_70/' "$argument"
+        ;;
+    esac
+    shift
+    set -- "$@" "$(printf %s "$argument" | sed 's/sm\([_=]\)75/sm\170/')"
+done
+exec {tool} "$@"
 """
 
 
 def main() -> None:
     shutil.rmtree(WORK, ignore_errors=True)
     shutil.rmtree(build.PREBUILT, ignore_errors=True)
+    build.PREBUILT.mkdir()
     nvcc = assemble_toolkit(install_compilers())
     libraries = [build_library(capability, nvcc) for capability in CAPABILITIES]
     wheel = build_wheel(platform_tag(libraries))
@@ -66,29 +70,22 @@ def assemble_toolkit(packages: Path) -> Path:
     (home / "nvvm").symlink_to(packages / "cu13/nvvm")
     (home / "include").symlink_to(packages / "cu13/include")
     (home / "lib").symlink_to(packages / "cuda_runtime/lib")
-    tools = {
-        "ptxas": str(packages / "cuda_nvcc/bin/ptxas"),
-        "fatbinary": str(packages / "cu13/bin/fatbinary"),
-    }
-    for name in tools:
-        path = home / "bin" / name
+    for tool in (packages / "cuda_nvcc/bin/ptxas", packages / "cu13/bin/fatbinary"):
+        path = home / "bin" / tool.name
         path.unlink()
-        path.write_text(CUDA_12_TOOL.format(python=sys.executable, tools=tools))
+        path.write_text(TOOL_OF_CUDA_12.format(tool=shlex.quote(str(tool))))
         path.chmod(0o755)
     return home / "bin/nvcc"
 
 
 def build_library(capability: tuple[int, int], nvcc: Path) -> Path:
-    """The library, where build.py looks for it. Its log stays in WORK."""
+    """The library, where build.py looks for it."""
     print(f"building the kernels for compute capability {build.dotted(capability)}", flush=True)
-    name = build.build_name(capability, build.SOURCES)
-    stage = WORK / "kernels" / name
-    stage.mkdir(parents=True)
-    compiled_for = (7, 5) if capability == (7, 0) else capability
-    build.build(stage, build.SOURCES, nvcc, build.architecture_flags(compiled_for))
-    folder = build.PREBUILT / name
-    folder.mkdir(parents=True)
-    return shutil.copy(stage / build.LIBRARY, folder)
+    flags = build.architecture_flags((7, 5) if capability == (7, 0) else capability)
+    directory = build.PREBUILT / build.build_name(capability, build.SOURCES)
+    with whole_directory(directory) as stage:
+        build.build(stage, build.SOURCES, nvcc, flags)
+    return directory / build.LIBRARY
 
 
 def platform_tag(libraries: list[Path]) -> str:
