@@ -384,7 +384,7 @@ def call(name: str, params: Params) -> None:
 
 @functools.cache
 def kernels(index: int) -> ctypes.CDLL:
-    """The library for a device, built if the cache has none; csrc/api.cu says what is in it. Raises
+    """The library for a device, built if there is none; csrc/api.cu says what is in it. Raises
     UserError where it cannot be built, OSError where it cannot be loaded.
     """
     # Not at the top: `python -m mixer.ops.build` must not find its own module already imported.
@@ -406,9 +406,9 @@ MOST_APART = 2e-2  # relative: kernels round to the type
 def device_reason(index: int) -> str | None:
     """Why the kernels cannot run on a device, with the one command that fixes it. None if they can.
 
-    The first call for a device builds the library if the cache has none, compares small results
-    with plain PyTorch's and waits for them, so it must not come inside a graph capture. The answer
-    is kept: a failed build is not tried again in this process.
+    The first call for a device builds the library if there is none, compares small results with
+    plain PyTorch's and waits for them, so it must not come inside a graph capture. The answer is
+    kept: a failed build is not tried again in this process.
     """
     if torch.version.hip is not None or not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
@@ -418,9 +418,9 @@ def device_reason(index: int) -> str | None:
         return str(error)
     except (RuntimeError, OSError) as error:  # most often nvcc is newer than the driver
         return (
-            "the CUDA kernels were built but do not run on "
+            "the CUDA kernels are there but do not run on "
             f"{torch.cuda.get_device_name(index)}: {first_line(error)}. Update the driver, or "
-            "build them anew with a toolkit that it supports: "
+            "build them with a toolkit that it supports: "
             "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`"
         )
     if problem:
