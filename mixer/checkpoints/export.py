@@ -4,8 +4,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from mixer.checkpoints.checkpoint import earlier_settings, read_trainer
+from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, write_new
+from mixer.checkpoints.settings import earlier_settings
 from mixer.common.hardware import TYPES
 from mixer.common.values import as_yaml
 from mixer.data.tokenizer import read_tokenizer

@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Only now, as this takes seconds.
     import torch
 
-    from mixer.ops.build import dotted
+    from mixer.ops import build
     from mixer.ops.diagnosis import blindness, gpu_problem
 
     print(f"torch: {torch.__version__}")
@@ -23,8 +23,9 @@ def main(arguments: list[str] | None = None) -> None:
         name = torch.cuda.get_device_name(index)
         capability = torch.cuda.get_device_capability(index)
         problem = gpu_problem(index, name, capability)
-        state = "do not run" if problem else "run"
-        print(f"GPU {index}: {name}, compute capability {dotted(capability)}; kernels {state}")
+        origin = "prebuilt kernels" if build.prebuilt_library(capability) else "kernels built here"
+        state = "kernels do not run" if problem else f"{origin} run"
+        print(f"GPU {index}: {name}, compute capability {build.dotted(capability)}; {state}")
         problems |= {problem} - {None}
     print(f"The cuda backend {'will not work' if problems else 'works'} here.")
     if problems:

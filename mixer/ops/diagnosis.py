@@ -1,6 +1,7 @@
 """What keeps the CUDA kernels from working here, and a command that mends it.
 
-Kernels that are not built yet are built and tried: only running them shows that they run.
+Kernels are built if none are there, and compared with plain PyTorch: only running them shows that
+they are right.
 """
 
 import os
@@ -9,8 +10,7 @@ import warnings
 
 import torch
 
-from mixer.ops import cuda
-from mixer.ops.build import dotted
+from mixer.ops import build, cuda
 
 # CUDA 12.6 is the last whose torch has V100, and driver 580 the last that knows a V100.
 INSTALL_TORCH = "pip install --force-reinstall torch"  # without force pip keeps what is there
@@ -56,7 +56,7 @@ def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str
     # Machine code serves its own major version from its minor on.
     if not any((capability[0], 0) <= built <= capability for built in built_for):
         problem = f"torch {torch.__version__} is built for {' '.join(arches)}, not for {name}"
-        return f"{problem} ({dotted(capability)})", INSTALL_TORCH_12
+        return f"{problem} ({build.dotted(capability)})", INSTALL_TORCH_12
     # The builder's advice comes last in what it says.
     commands = ["python -m mixer.ops.build", *re.findall(r"`([^`\n]+)`", reason)]
     return f"the kernels do not run on {name}: {reason}", commands[-1]
