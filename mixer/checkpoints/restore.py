@@ -25,7 +25,7 @@ from mixer.common.errors import Say, UserError, first_line
 from mixer.data.config import Manifest
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
-from mixer.models.architecture import model_class
+from mixer.models.architecture import for_training
 
 # What a resume may change in the model's configuration, what transformers records in it, and what
 # a model from elsewhere may have: none of it changes what the weights compute.
@@ -111,7 +111,7 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
             "for model_type, model.architecture; for vocab_size and eos_token_id, data.*), or "
             "choose another name or checkpoint"
         )
-    return pretrained.load_model(checkpoint, config, model_class(config))
+    return for_training(pretrained.load_model(checkpoint, config))
 
 
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -317,7 +317,9 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
     several processes any error ends this one.
     """
-    names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    names = ["max_position_embeddings"]
+    if run.model.architecture != "auto":
+        names += ["hidden_size", "num_hidden_layers"]
     sizes = [f"train.batch_size = {run.train.batch_size}"]
     sizes += [f"model.{name} = {getattr(run.model, name)}" for name in names]
     try:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.checkpoint import earlier_settings
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path, write_text
 from mixer.common.hardware import check_precision, lacks_bf16, memory_limit, product_flops
 from mixer.common.terminal import counted
@@ -27,7 +27,7 @@ from mixer.common.values import as_yaml
 from mixer.data.config import NOT_COMPARED, Manifest, unused_options
 from mixer.data.prepare import Data, open_data
 from mixer.distributed.world import World
-from mixer.models.architecture import model_class, model_config
+from mixer.models.architecture import check_causal, model_config, new_model
 from mixer.models.retrieval import pair_keys
 from mixer.training.backend import check_backend, settle_backend
 from mixer.training.config import RunConfig, flatten
@@ -88,6 +88,24 @@ def check_run(run: RunConfig, world: World) -> None:
     check_precision(world.device, run.train.mixed_precision)
     check_optimizer(run.optim, world.is_sharded)
     check_backend(run, world.device)
+    check_model(run)
+
+
+def check_model(run: RunConfig) -> None:
+    """Raises UserError for a model.config that makes no model, before its data is prepared."""
+    if run.model.architecture != "auto":
+        return
+    config = model_config(run.model, run.data.vocab_size, eos_token_id=None)
+    try:
+        with torch.device("meta"):
+            model = new_model(config)
+    except Exception as error:  # each model raises its own kinds
+        problem = f"{config.model_type} cannot be built: {first_line(error)}"
+        raise UserError(f"model.config: {problem}") from None
+    if run.train.recompute == "block" and not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"train.recompute = block, which {config.model_type} does not have; allowed: none"
+        )
 
 
 def open_run_data(run: RunConfig, world: World) -> Data:
@@ -153,7 +171,7 @@ def build_model(run: RunConfig, data: Data, checkpoint: Path | None) -> PreTrain
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     if checkpoint is not None:
         return restore.load_model(checkpoint, config)
-    model = model_class(config)(config)
+    model = new_model(config)
     if run.train.init_from:
         restore.start_from(as_path(run.train.init_from), model, data.tokenizer)
     return model
@@ -174,11 +192,13 @@ def parallelize(
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     processes = dist.group.WORLD if world.size > 1 else None
     objective = build_objective(model, run, processes).to(world.device).train()
-    is_compiled = compile_objective(objective, run.train, shape, world)
+    if run.model.architecture == "auto":
+        check_causal(model)
+    is_compiled = compile_objective(objective, run, shape, world)
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     prepare = world.accelerator.prepare
-    if is_compiled and not obstacle_to_graph(run.train, world):
+    if is_compiled and not obstacle_to_graph(run, world):
         if world.size > 1:
             # DDP would do it, too: hosts with other CPUs draw other initial weights.
             for tensor in objective.state_dict().values():
@@ -368,7 +388,7 @@ def weights_and_activations(run: RunConfig, data: Manifest, on_gpu: bool) -> tup
         torch.autocast("cpu", torch.bfloat16, enabled=run.train.mixed_precision != "no"),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        model = model_class(config)(config)
+        model = new_model(config)
         tokens = torch.zeros(shape, dtype=torch.int64)
         build_objective(model, run).train()(tokens, tokens)
     for weight in model.parameters():
@@ -398,7 +418,7 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     on_gpu = world.device.type == "cuda"
     parameters = state.model.num_parameters() / 1e6
     is_mixer = run.model.architecture == "masked_mixer"
-    mixing = run.model.mixing_backend if is_mixer else "attention"
+    mixing = run.model.mixing_backend if is_mixer else f"of {state.model.config.model_type}"
     processes = counted(world.size, "process", "processes")
     if world.is_sharded:
         processes += ", FSDP"
