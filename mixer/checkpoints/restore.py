@@ -100,11 +100,13 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     cannot be read, or has another configuration, naming each field that differs.
     """
     saved = pretrained.load_model_config(checkpoint)
-    fields = [name for name in type(config)().to_dict() if name not in FREE]
+    saved_values = _compared(saved)
+    values = _compared(config)
     if type(saved) is not type(config):
-        fields = ["model_type"]
-    saved_values = {name: getattr(saved, name, None) for name in fields}
-    values = {name: getattr(config, name, None) for name in fields}
+        saved_values = {"model_type": saved.model_type}
+        values = {"model_type": config.model_type}
+    # A checkpoint from elsewhere may have entries that nothing reads.
+    saved_values = {name: saved_values.get(name) for name in values}
     if differing := differences(saved_values, values):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; restore these (in model.*; "
@@ -112,6 +114,12 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
             "choose another name or checkpoint"
         )
     return for_training(pretrained.load_model(checkpoint, config))
+
+
+def _compared(config: PreTrainedConfig) -> dict[str, Any]:
+    """The entries that decide what weights compute, as JSON has them: a file has no tuples."""
+    values = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    return json.loads(json.dumps(values, default=str))
 
 
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
