@@ -133,7 +133,11 @@ class OptimConfig:
     )
     mixing_lr: float = option(1.0, "rate of full mixing weights, as a multiple of lr", above=0)
     matrices_lr: float = option(1.0, "rate of linear layers, as a multiple of lr", above=0)
-    vectors_lr: float = option(1.0, "rate of biases and norms, as a multiple of lr", above=0)
+    vectors_lr: float = option(
+        1.0,
+        "rate of biases, norms, short convolutions and recurrences, as a multiple of lr",
+        above=0,
+    )
 
 
 @dataclass

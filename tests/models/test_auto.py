@@ -133,7 +133,6 @@ def names_of(model, parameters) -> set[str]:
     ],
 )
 def test_recurrences_and_short_convolutions_are_vectors_which_do_not_decay(model_type, own):
-    """Also of a loaded model, for which transformers makes new parameters."""
     model = build(model_type)
     optimizer = build_optimizer(model, OptimConfig(name="muon", vectors_lr=3.0))
     groups = [group for group in optimizer.param_groups if group.get("lr_factor") == 3.0]
