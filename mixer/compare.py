@@ -60,7 +60,9 @@ def plan_of(options: argparse.Namespace, overrides: dict) -> dict:
         raise UserError(f"{problem}; allowed: 1 or more of each, and finite seconds above 0")
     if overrides.keys() & {"name", "output_dir"}:
         raise UserError("a comparison takes no name and no output_dir: give --output PATH")
-    models = {name: entrant(name) for name in names}
+    models = {Path(name).name: entrant(name) for name in names}
+    if len(models) < len({*names}):
+        raise UserError(f"--backends {' '.join(names)}: two files have one name; give them others")
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}
     common |= dict(flatten(read_yaml(as_path(options.config)))) | overrides

@@ -3,6 +3,7 @@ what training needs to know of any such model: its blocks, its final norm, its F
 """
 
 import difflib
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -155,8 +156,8 @@ def has_windows(config: PreTrainedConfig) -> bool:
     """Whether some attention sees the last tokens alone, for which it needs a mask."""
     endings = ("window", "window_size", "attention_chunk_size")
     windows = [value for name, value in vars(config).items() if name.endswith(endings)]
-    kinds = " ".join(map(str, getattr(config, "layer_types", None) or ()))
-    return any(windows) or any(kind in kinds for kind in ("sliding", "chunked", "local"))
+    layer_types = " ".join(map(str, getattr(config, "layer_types", None) or ()))
+    return any(windows) or re.search("sliding|chunked|local", layer_types) is not None
 
 
 @torch.no_grad()
@@ -202,7 +203,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
             names.append(name)
     layers = getattr(model.config, "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return blocks or next((list(each) for each in lists if len(each) == layers), [])
+    return blocks or next((list(modules) for modules in lists if len(modules) == layers), [])
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:

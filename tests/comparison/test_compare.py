@@ -58,7 +58,7 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     assert all(len(line) <= 100 for line in text.splitlines() if "/" not in line)  # no paths
     assert runs["dense"]["steps"] == 12 and runs["dense"]["tokens_a_step"] == 16 * 32
     assert runs["dense"]["text_sha256"] == runs["llama"]["text_sha256"]
-    mine = runs[str(tmp_path / "mine.json")]
+    mine = runs["mine.json"]
     assert mine["settings"]["model.config"]["n_embd"] == 24  # kept, whatever becomes of the file
     assert mine["parameters"] == 24 * (400 + 32) + 12 * 24**2 + 13 * 24 + 2 * 24
     assert all(runs["dense"][key] > 0 for key in ("useful_tflops", "peak_memory_gb", "parameters"))
@@ -124,6 +124,7 @@ def test_a_machine_without_git_measures_too(monkeypatch):
     "given, message",
     [
         (["llama", "model.hidden_size=31"], "hidden_size 31 into heads of an even number"),
+        (["a/lfm2.json", "b/lfm2.json"], "two files have one name; give them others"),
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
         (["train.steps=3"], "--backends  --seeds 1 .*; allowed: 1 or more of each"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),
