@@ -67,7 +67,7 @@ def auto_config(write_config, small_run):
     return write_config(model=sizes)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "lfm2", "gemma3_text", "mamba2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "lfm2", "gemma3_text", "mamba2", "qwen3_next"])
 def test_it_trains_resumes_to_the_bit_and_is_evaluated(
     model_type, write_file, auto_config, tmp_path
 ):
