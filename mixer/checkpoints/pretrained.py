@@ -15,13 +15,14 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.checkpoint import MODULES
+from mixer.checkpoints.checkpoint import MODULES, REMEDY
 from mixer.checkpoints.model_files import check_checkpoint, refused, weight_types
 from mixer.checkpoints.writer import not_finite, write_modules
 from mixer.common.errors import UserError, first_line
-from mixer.common.files import check_new, whole_directory
+from mixer.common.files import check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
+from mixer.models.auto import is_registered
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
@@ -55,6 +56,7 @@ def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
 def load_model_config(directory: Path) -> PreTrainedConfig:
     """Raises UserError for a config.json that the installed transformers cannot use."""
     try:
+        is_registered(read_json(directory / "config.json", REMEDY).get("model_type", ""))
         config = AutoConfig.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )
@@ -68,15 +70,13 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def load_model(
-    directory: Path, config: PreTrainedConfig, model_class: type = AutoModelForCausalLM
-) -> PreTrainedModel:
-    """The directory's model of this class in fp32, on the CPU. Raises UserError if its weights
-    cannot be read, are incomplete, or are not finite floating-point numbers.
+def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The directory's model in fp32, on the CPU. Raises UserError if its weights cannot be read,
+    are incomplete, or are not finite floating-point numbers.
     """
     disable_progress_bar()
     try:
-        model, loading = model_class.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             str(directory),
             config=config,
             dtype=torch.float32,

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("mixer compare", __doc__)
     add = parser.add_argument
     add("--config", required=True, help="YAML file; section.key=value overrides it")
-    add("--backends", nargs="+", required=True, metavar="NAME", help=", ".join(ENTRANTS))
+    add("--backends", nargs="+", required=True, metavar="NAME", help=ENTRANTS)
     add("--output", default="runs/compare", help="directory of the report; default: runs/compare")
     add("--seconds", type=float, help="training time of each model, instead of train.steps")
     add("--seeds", type=int, default=1, help="number of seeds per model; default: 1")

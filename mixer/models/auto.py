@@ -1,4 +1,5 @@
-"""Gives transformers' Auto classes the models, without importing transformers.
+"""Gives transformers' Auto classes the models, without importing transformers: ours, and those of
+flash-linear-attention where it is installed.
 
 `import mixer` costs no time this way. Configurations are registered when a program imports
 AutoConfig, or at once where it has. A model, which takes seconds to import, is imported when an
@@ -12,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 
 
@@ -56,6 +58,18 @@ class OnDemand(UserDict):
     def __getitem__(self, key):
         value = super().__getitem__(key)
         return value() if isinstance(value, partial) else value
+
+
+def is_registered(model_type: str) -> bool:
+    """Whether transformers has a configuration of this type. Types that flash-linear-attention
+    alone has, such as gated_deltanet, are registered when it is imported: not before, because it
+    needs Triton, and replaces transformers' own mamba2, which runs without.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING and find_spec("fla"):
+        import_module("fla")
+    return model_type in CONFIG_MAPPING
 
 
 # ------------------------------------------------------------------------- when others import

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import mixer.ops
 from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
+from mixer.models.architecture import blocks_of, final_norm, flops_per_token
 from mixer.models.retrieval import info_nce, pair_keys, text_vectors
-from mixer.training.config import RunConfig, TrainConfig
+from mixer.training.config import RunConfig
 
 HOPPER = (9, 0)  # compute capability
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
@@ -71,7 +71,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         # accelerate reads this: the class of the blocks, which FSDP shards one by one.
-        self._no_split_modules = model._no_split_modules
+        self._no_split_modules = sorted({type(block).__name__ for block in blocks_of(model)})
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.score(self.model(inputs, use_cache=False).logits, targets)
@@ -127,11 +127,13 @@ def build_objective(model: PreTrainedModel, run: RunConfig, processes: Group = N
 def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
     """Of a training step per token; without an output layer where nothing reads its logits."""
     unread = model.get_output_embeddings().weight.numel() * run.is_contrastive
-    return model.flops_per_token()["useful"] - 6.0 * unread
+    flops = flops_per_token(model, run.model.max_position_embeddings)
+    return flops["useful"] - 6.0 * unread
 
 
-def obstacle_to_graph(train: TrainConfig, world: World) -> str:
+def obstacle_to_graph(run: RunConfig, world: World) -> str:
     """Why no CUDA graph is made of a step's passes; "" if one is."""
+    train = run.train
     if train.cuda_graphs == "false":
         return "train.cuda_graphs=false"
     if world.device.type != "cuda":
@@ -147,11 +149,13 @@ def obstacle_to_graph(train: TrainConfig, world: World) -> str:
     if train.cuda_graphs == "auto" and torch.cuda.get_device_capability(world.device) < HOPPER:
         # and DDP sums gradients beside the backward pass, over slower links too
         return "this GPU computes for longer than the CPU needs to launch it"
+    if train.cuda_graphs == "auto" and run.model.architecture == "auto":
+        return "the model may need the CPU in the middle; train.cuda_graphs=true tries it"
     return ""
 
 
 def compile_objective(
-    objective: Objective, train: TrainConfig, shape: tuple[int, int], world: World
+    objective: Objective, run: RunConfig, shape: tuple[int, int], world: World
 ) -> bool:
     """Compiles the objective's parts in place, with a first pass on `shape`, (batch, tokens).
     Returns whether they are compiled.
@@ -161,7 +165,8 @@ def compile_objective(
     replace methods, so that parameters keep their names. Where compiling fails on a process, all go
     on without it.
     """
-    if train.compile == "no" or (train.compile == "auto" and world.device.type != "cuda"):
+    choice = run.train.compile
+    if choice == "no" or (choice == "auto" and world.device.type != "cuda"):
         return False
     torch._dynamo.reset()  # what an earlier run of this process has compiled
     began = time.perf_counter()
@@ -188,7 +193,7 @@ def compile_objective(
         )
         return False
     seconds = time.perf_counter() - began
-    obstacle = obstacle_to_graph(train, world)
+    obstacle = obstacle_to_graph(run, world)
     with_graph = f"without a CUDA graph: {obstacle}" if obstacle else "replayed as a CUDA graph"
     world.say(f"train.compile: compiled in {seconds:.0f} s, {with_graph}")
     return True
@@ -198,9 +203,9 @@ def compiled_parts(objective: Objective) -> list[tuple[nn.Module, str]]:
     """The methods to compile, as (module, name of the method): each block's, the final norm's, and
     the loss.
     """
-    block_class = GradientCheckpointingLayer
-    modules = [module for module in objective.modules() if isinstance(module, block_class)]
-    modules.append(objective.model.base_model.norm)
+    modules = blocks_of(objective.model)
+    if norm := final_norm(objective.model):
+        modules = [*modules, norm]
     return [*((module, "forward") for module in modules), (objective, "score")]
 
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.settings import changed_settings, in_words, recorded_settings
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
 from mixer.common.hardware import check_precision
 from mixer.common.terminal import counted
 from mixer.data.prepare import Data, open_data
 from mixer.distributed.world import World
-from mixer.models.architecture import model_class, model_config
+from mixer.models.architecture import check_causal, model_config, new_model
 from mixer.models.retrieval import pair_keys
 from mixer.training.config import RunConfig, used_configuration
 from mixer.training.optim import build_optimizer, check_optimizer, jump_of_rate
@@ -69,6 +69,24 @@ def check_run(run: RunConfig, world: World) -> None:
         raise UserError(
             f"model.mixing_backend is cuda, but training is on the {world.device.type}; allowed "
             "there: auto, dense"
+        )
+    check_model(run)
+
+
+def check_model(run: RunConfig) -> None:
+    """Raises UserError for a model.config that makes no model, before its data is prepared."""
+    if run.model.architecture != "auto":
+        return
+    config = model_config(run.model, run.data.vocab_size, eos_token_id=None)
+    try:
+        with torch.device("meta"):
+            model = new_model(config)
+    except Exception as error:  # each model raises its own kinds
+        problem = f"{config.model_type} cannot be built: {first_line(error)}"
+        raise UserError(f"model.config: {problem}") from None
+    if run.train.recompute == "block" and not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"train.recompute = block, which {config.model_type} does not have; allowed: none"
         )
 
 
@@ -151,7 +169,7 @@ def build_model(run: RunConfig, data: Data) -> PreTrainedModel:
     """The model in fp32 on the CPU, with new weights or those of train.init_from."""
     torch.manual_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = model_class(config)(config)
+    model = new_model(config)
     if run.train.init_from:
         restore.start_from(as_path(run.train.init_from), model, data.tokenizer)
     return model
@@ -166,11 +184,13 @@ def parallelize(
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     processes = dist.group.WORLD if world.size > 1 else None
     objective = build_objective(model, run, processes).to(world.device).train()
-    is_compiled = compile_objective(objective, run.train, shape, world)
+    if run.model.architecture == "auto":
+        check_causal(model)
+    is_compiled = compile_objective(objective, run, shape, world)
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     prepare = world.accelerator.prepare
-    if is_compiled and not obstacle_to_graph(run.train, world):
+    if is_compiled and not obstacle_to_graph(run, world):
         if world.size > 1:
             # DDP would do it, too: hosts with other CPUs draw other initial weights.
             for tensor in objective.state_dict().values():

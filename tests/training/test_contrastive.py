@@ -22,7 +22,7 @@ from mixer.data.config import DataConfig, fingerprint
 from mixer.data.prepare import prepare
 from mixer.data.samples import PairFile
 from mixer.data.tokenizer import load_tokenizer
-from mixer.models.architecture import ModelConfig, model_class, model_config
+from mixer.models.architecture import ModelConfig, model_config, new_model
 from mixer.models.retrieval import info_nce, text_keys, text_vectors, top1
 from mixer.training.config import load_config
 from mixer.training.loop import train
@@ -45,7 +45,7 @@ def model_of(kind: str):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 8}
     config = model_config(ModelConfig(**(sizes | MODELS[kind])), vocab_size=50, eos_token_id=0)
     torch.manual_seed(0)
-    return model_class(config)(config).double()
+    return new_model(config).double()
 
 
 def some_texts(pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
