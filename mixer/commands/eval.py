@@ -33,13 +33,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", metavar="DIR", help="default: beside the first checkpoint")
     options = vars(parser.parse_args(arguments))
     follow_launcher()
+    is_main = rank() == 0
     checkpoints = options.pop("checkpoint")
     output = options.pop("output")
     evaluations = [EvalOptions(checkpoint=str(path), **options) for path in checkpoints]
     for evaluation in evaluations:
         check_options(evaluation)
     directory = as_path(output or default_directory(evaluations))
-    if rank() == 0:
+    if is_main:
         check_writable(directory)
     # Only now, as this takes seconds.
     from mixer.evaluation.evaluate import evaluate

@@ -45,7 +45,7 @@ COMPLETE |= {"MASTER_PORT": "1"}
     ids=str,
 )
 def test_a_rank_without_a_launcher_is_refused_by_name(launch, program, environment):
-    arguments = ("--checkpoint", "none") if program == "eval" else ()
+    arguments = ("--checkpoint", ".") if program == "eval" else ()
     ranks = launch(*arguments, program=program, environment=environment)
     assert ranks.wait() == [2]
     (line,) = ranks.output.splitlines()
