@@ -21,7 +21,7 @@ ORDER = [
     {"ops"},
     {"models"},
     {"reporting", "data", "distributed"},
-    {"checkpoints"},
+    {"checkpoints", "objectives"},
     {"training", "evaluation"},
     {"comparison"},
 ]

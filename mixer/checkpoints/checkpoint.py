@@ -3,7 +3,8 @@
     step-1000/
         config.json  model.safetensors  tokenizer.json ...   what from_pretrained loads, in fp32
         modeling.py ...                   the model's code, for use without this package
-        modules.json  1_Pooling/          of a contrastive run, for sentence-transformers
+        modules.json  1_Pooling/          what the objective adds, such as these of a contrastive
+                                          run, for sentence-transformers
         trainer_state/
             trainer.json                  see below
             optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
@@ -28,6 +29,7 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
@@ -37,7 +39,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mixer.common.errors import NotFinite, Say, UserError
 from mixer.common.files import (
@@ -62,10 +64,9 @@ STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
-MODULES = "modules.json"
 # Of trainer.json, which commands read beyond the numbers that each needs.
 OF_TRAINER = {
-    "settings": {"data": {str: object}, str: object},
+    "settings": {"data": {str: object}, "train": {str: object}, str: object},
     "earlier": {str: {str: object}},
     str: object,
 }
@@ -260,7 +261,7 @@ class CheckpointWriter:
         world: World,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        makes_vectors: bool = False,
+        write_beside: Callable[[Path, PreTrainedConfig], None],
     ):
         self.directory = directory
         self.keep = keep
@@ -268,7 +269,7 @@ class CheckpointWriter:
         self.world = world
         self.model = model
         self.tokenizer = tokenizer
-        self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
+        self.write_beside = write_beside  # see Objective.write_beside
         self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
@@ -365,32 +366,7 @@ class CheckpointWriter:
         self.tokenizer.save_pretrained(directory)
         weights = {name: copy for name, copy in self.copies.items() if "/" not in name}
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        if self.makes_vectors:
-            write_modules(directory, config.hidden_size)
-
-
-def write_modules(directory: Path, hidden_size: int) -> None:
-    """Writes what sentence-transformers reads beside a model to make the vectors of `text_vectors`,
-    the state of a text's last token, divided by its norm.
-    """
-    classes = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    modules = [
-        {
-            "idx": index,
-            "name": str(index),
-            "path": path,
-            "type": f"sentence_transformers.models.{class_name}",
-        }
-        for index, (path, class_name) in enumerate(classes.items())
-    ]
-    (directory / MODULES).write_text(json.dumps(modules, indent=1))
-    pooling = {
-        "pooling_mode_lasttoken": True,
-        "pooling_mode_mean_tokens": False,
-        "word_embedding_dimension": hidden_size,
-    }
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling/config.json").write_text(json.dumps(pooling, indent=1))
+        self.write_beside(directory, config)
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ checked and loaded, with every fault named, and written.
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.checkpoint import MODULES, REMEDY, STATE, damage, not_finite, write_modules
+from mixer.checkpoints.checkpoint import REMEDY, STATE, damage, not_finite
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path, check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
@@ -26,6 +27,8 @@ from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 # A number of layers in config.json, under the names that configurations of transformers have.
+# Files that sentence-transformers reads beside a model that was trained to make vectors of texts.
+OF_SENTENCE_TRANSFORMERS = ("modules.json", "1_Pooling/config.json")
 LAYERS = re.compile(r'"(num_hidden_layers|num_layers|n_layers?)": *(-?\d+)')
 
 
@@ -225,8 +228,10 @@ def write_new(
         if tokenizer is not None:
             tokenizer.model_max_length = model.config.max_position_embeddings
             tokenizer.save_pretrained(stage)
-        if source is not None and (source / MODULES).is_file():
-            write_modules(stage, model.config.hidden_size)
+        for name in OF_SENTENCE_TRANSFORMERS:
+            if source is not None and (source / name).is_file():
+                (stage / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / name, stage / name)
         if card:
             (stage / "README.md").write_text(card, encoding="utf-8")
     with_one = "with" if tokenizer else "without"

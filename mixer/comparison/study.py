@@ -22,7 +22,6 @@ from mixer.common.terminal import lasting_output
 from mixer.comparison.plan import Job, Run, data_options
 from mixer.comparison.report import write_report
 from mixer.data.config import Manifest
-from mixer.data.prepare import open_data
 from mixer.reporting.text import read_metrics
 from mixer.training.config import load_config
 from mixer.training.loop import train
@@ -243,7 +242,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
         shutil.rmtree(config.directory)
-    data = open_data(config.data, config.model.max_position_embeddings)
+    data = config.objective.open_data()
     text = [split.tokens_sha256 for split in data.manifest.splits.values()]
     if recorded not in (None, text):
         problem = f"{config.data.directory or config.data.source} has other tokens than the results"

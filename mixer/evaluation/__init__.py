@@ -2,5 +2,5 @@
 
 evaluate      from options to results, and their report
 texts         what is scored
-scoring       the score of each token, window by window, and whether the model is causal
+scoring       by which processes and in which windows, and whether the model is causal
 """

@@ -18,12 +18,13 @@ from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.common.hardware import TYPES
 from mixer.common.options import option, option_problems
-from mixer.data.config import TASKS, DataConfig, from_values
-from mixer.data.samples import TokenFile
+from mixer.data.config import DataConfig, from_values
+from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
-from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
 from mixer.evaluation.scoring import DEVICES
+from mixer.objectives.config import ObjectiveConfig
+from mixer.objectives.objective import Objective, objective_of
 from mixer.ops import BACKENDS
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
@@ -60,17 +61,28 @@ class EvalOptions:
     backend: str = option("", "mixing backend; default: the checkpoint's", choices=("", *BACKENDS))
 
     @property
-    def source(self) -> DataConfig | str | None:
-        """What is scored without `text` and `hub`: the run's task, or a data directory."""
-        trainer = read_trainer(as_path(self.checkpoint))
-        data = trainer.get("settings", {}).get("data", {})
-        is_task = data.get("source") in TASKS and not self.data
-        if not is_task:
-            return self.data or trainer.get("data_directory")
-        task = from_values(DataConfig, data)
-        if problems := option_problems(task, "data."):
+    def data_directory(self) -> str | None:
+        """The prepared data that is scored by default, if it is known."""
+        return self.data or read_trainer(as_path(self.checkpoint)).get("data_directory")
+
+    def sample_maker(self, context: int = 1) -> Objective | None:
+        """The run's objective, if no text is given and it makes samples, which are then scored.
+        Raises UserError for one that is unknown here, and for odd settings of one that does.
+        """
+        if self.text or self.hub or self.pairs or self.data:
+            return None
+        settings = read_trainer(as_path(self.checkpoint)).get("settings", {})
+        train = from_values(ObjectiveConfig, settings.get("train", {}))
+        data = from_values(DataConfig, settings.get("data", {}))
+        problems = option_problems(train, "train.")
+        if not problems:
+            objective = objective_of(train, data, context)
+            if not objective.makes_samples:
+                return None
+            problems = option_problems(data, "data.")
+        if problems:
             raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
-        return task
+        return objective
 
 
 @dataclass
@@ -82,7 +94,7 @@ class Text:
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
     loses: str = ""  # what the tokenizer loses of it, see tokenizer.loss_of_text
-    task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
+    samples: Samples | None = None  # the streams are theirs, of which their targets are scored
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -92,12 +104,13 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     """
     if options.text or options.hub:
         text = documents_of(options, tokenizer)
-    elif isinstance(task := options.source, DataConfig):
-        samples = TaskSamples(task, "validation", window)
+    elif objective := options.sample_maker(window):
+        samples = objective.open_data().validation
         streams = list(samples.batch(range(len(samples)))[0].numpy())
-        return Text(f"held-out samples of the task {task.source}", streams, task=samples)
+        name = f"held-out samples of the task {objective.data.source}"
+        return Text(name, streams, samples=samples)
     else:
-        text = validation_text(as_path(options.source), window, tokenizer)
+        text = validation_text(as_path(options.data_directory), window, tokenizer)
     if options.first_token == "eos":
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")

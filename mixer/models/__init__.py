@@ -5,5 +5,4 @@ shifted_qwen3  a transformer to compare it with, which transformers lacks
 auto           both for transformers' Auto classes
 config         the section `model` of a run's configuration
 architecture   a run's model, one of these or another transformer
-retrieval      text embeddings, for either
 """

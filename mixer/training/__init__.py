@@ -3,9 +3,9 @@
 config        all settings of a run
 loop          the run; `Trainer.step` is one step
 start         what it starts with: set-up, record of settings, estimate, banner
-passes        the model with its loss as one module; torch.compile, CUDA graphs, recomputation
+passes        the forward and backward passes; torch.compile, CUDA graphs, recomputation
 backend       which backends mix tokens where model.mixing_backend is auto
 optim         which optimizer trains which parameter, the learning rate, clipping, skipped steps
 muon          an optimizer for matrices
-metrics       throughput, validation loss, and the lines of metrics.jsonl, of wandb or TensorBoard
+metrics       throughput, and the lines of metrics.jsonl, of wandb or TensorBoard
 """

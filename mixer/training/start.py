@@ -25,18 +25,17 @@ from mixer.common.hardware import check_precision, lacks_bf16, memory_limit, pro
 from mixer.common.terminal import counted
 from mixer.common.values import as_yaml
 from mixer.data.config import NOT_COMPARED, Manifest, unused_options
-from mixer.data.prepare import Data, open_data
+from mixer.data.prepare import Data
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class, model_config
-from mixer.models.retrieval import pair_keys
 from mixer.training.backend import check_backend, settle_backend
 from mixer.training.config import RunConfig, flatten
 from mixer.training.optim import build_optimizer, check_optimizer, learning_rate
 from mixer.training.passes import (
     HOPPER,
     Passes,
-    build_objective,
-    compile_objective,
+    build_loss,
+    compile_loss,
     compiled,
     obstacle_to_graph,
     useful_flops,
@@ -94,29 +93,9 @@ def open_run_data(run: RunConfig, world: World) -> Data:
     """The run's data, prepared at first: by one process of each host, while the others wait for its
     lock. Raises UserError for data that the run cannot be trained on.
     """
-    context = run.model.max_position_embeddings
-    data = open_data(run.data, context, run.is_contrastive, world.say)
+    data = run.objective.open_data(world.say)
     world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
-    if run.is_contrastive:
-        check_pairs(data, run.data.directory)
     return data
-
-
-def check_pairs(data: Data, directory: str) -> None:
-    """Raises UserError where contrastive training would have nothing to tell apart: all queries or
-    all targets of a split, or of many pairs spread over it, are one text.
-    """
-    for split, pairs in (("train", data.training), ("validation", data.validation)):
-        count = min(len(pairs), 1024)
-        batch = pairs.batch([number * len(pairs) // count for number in range(count)])
-        for side, keys in zip(("query", "target"), pair_keys(*batch), strict=True):
-            if (keys == keys[0]).all():
-                raise UserError(
-                    f"the {split} split of {directory} has one {side} in "
-                    f"{counted(count, 'pair')}, and a loss of 0; allowed: two different ones or "
-                    "more. Give a text with others, or another data.validation_fraction, and "
-                    "another data.directory"
-                )
 
 
 def start_state(run: RunConfig, data: Data, world: World) -> State:
@@ -173,23 +152,23 @@ def parallelize(
     """
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     processes = dist.group.WORLD if world.size > 1 else None
-    objective = build_objective(model, run, processes).to(world.device).train()
-    is_compiled = compile_objective(objective, run.train, shape, world)
+    loss = build_loss(model, run, processes).to(world.device).train()
+    is_compiled = compile_loss(loss, run, shape, world)
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     prepare = world.accelerator.prepare
-    if is_compiled and not obstacle_to_graph(run.train, world):
+    if is_compiled and not obstacle_to_graph(run, world):
         if world.size > 1:
             # DDP would do it, too: hosts with other CPUs draw other initial weights.
-            for tensor in objective.state_dict().values():
+            for tensor in loss.state_dict().values():
                 dist.broadcast(tensor, 0)
         # in autocast, but not in DDP
-        parallel = world.accelerator.prepare_model(objective, evaluation_mode=True)
+        parallel = world.accelerator.prepare_model(loss, evaluation_mode=True)
         passes = Passes(parallel, world)
         passes.record(shape)
         return passes, prepare(optimizer)
     # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
-    parallel, optimizer = prepare(objective, optimizer)
+    parallel, optimizer = prepare(loss, optimizer)
     if isinstance(parallel, nn.parallel.DistributedDataParallel):
         # DDP sums gradients bucket by bucket, and lays the buckets out anew after its first
         # backward pass. With three or more processes another layout means another order of summing.
@@ -331,9 +310,10 @@ def less_memory(run: RunConfig, device: torch.device) -> str:
     """What to change for a run that needs less memory: all that helps and is not done already."""
     train = run.train
     advice = []
-    if train.batch_size > (2 if run.is_contrastive else 1):
+    compares_samples = run.objective.compares_samples
+    if train.batch_size > (2 if compares_samples else 1):
         lower = "lower train.batch_size"
-        if not run.is_contrastive:
+        if not compares_samples:
             lower += " and raise train.gradient_accumulation_steps by the same factor (the losses "
             lower += "stay the same)"
         advice.append(lower)
@@ -370,7 +350,7 @@ def weights_and_activations(run: RunConfig, data: Manifest, on_gpu: bool) -> tup
     ):
         model = model_class(config)(config)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        build_objective(model, run).train()(tokens, tokens)
+        build_loss(model, run).train()(tokens, tokens)
     for weight in model.parameters():
         activations.pop(weight.untyped_storage()._cdata, None)
     return model.num_parameters(), sum(storage.nbytes() for storage in activations.values())
@@ -378,7 +358,8 @@ def weights_and_activations(run: RunConfig, data: Manifest, on_gpu: bool) -> tup
 
 def least_time(run: RunConfig, state: State, steps: int, world: World) -> timedelta:
     """For `steps` steps, whose arithmetic would run as fast as a matrix product does here."""
-    flops = steps * step_samples(run, world) * run.sample_tokens * useful_flops(state.model, run)
+    tokens = steps * step_samples(run, world) * run.objective.sample_tokens
+    flops = tokens * useful_flops(state.model, run)
     flops_per_second = world.size * product_flops(world.device, run.train.mixed_precision)
     return timedelta(seconds=round(flops / flops_per_second))
 
@@ -406,6 +387,7 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     steps = run.train.steps
     steps_left = max(0, steps - state.counters.step)
     batch_samples = step_samples(run, world)
+    sample_tokens = run.objective.sample_tokens
     epochs = steps * batch_samples / samples
     bound = "up to" if on_gpu else "about"  # compiled code and kernels keep less
     time = least_time(run, state, steps_left, world)
@@ -415,7 +397,7 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
         f"{device_name}",
-        f"{counted(steps, 'step')} of {counted(batch_samples * run.sample_tokens, 'token')}, "
+        f"{counted(steps, 'step')} of {counted(batch_samples * sample_tokens, 'token')}, "
         f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
         f"{bound} {memory_gb:.1f} GB of memory, at least {time}; {begins}",
     ]
