@@ -263,15 +263,15 @@ def half_block(axes, x, y, steps):
 
 
 def model():
-    figure, axes = canvas(10, 6.3)
-    axes.text(5, 5.98, "The masked mixer", ha="center", va="center", fontsize=15, fontweight="bold")
+    figure, axes = canvas(10, 7.7)
+    axes.text(5, 7.38, "The masked mixer", ha="center", va="center", fontsize=15, fontweight="bold")
     x = 1.55
-    box(axes, x - 0.95, 0.32, 1.9, 0.38, "token ids", "#f2f2f2")
-    box(axes, x - 0.95, 1.0, 1.9, 0.38, "embedding", PALE_GREEN)
-    arrow(axes, (x, 0.7), (x, 1.0))
+    box(axes, x - 0.95, 1.32, 1.9, 0.38, "token ids", "#f2f2f2")
+    box(axes, x - 0.95, 2.0, 1.9, 0.38, "embedding", PALE_GREEN)
+    arrow(axes, (x, 1.7), (x, 2.0))
     axes.add_patch(
         FancyBboxPatch(
-            (0.62, 1.62),
+            (0.62, 2.62),
             4.15,
             3.36,
             boxstyle="round,pad=0,rounding_size=0.15",
@@ -280,44 +280,60 @@ def model():
             linestyle="--",
         )
     )
-    axes.text(0.5, 3.3, r"$N$ blocks", ha="right", va="center", rotation=90, fontsize=12)
-    lines(axes, [(x, 1.38), (x, 5.2)])
-    middle = half_block(axes, x, 1.85, [("LayerNorm", "white"), ("token mixing", PALE_BLUE)])
+    axes.text(0.5, 4.3, r"$N$ blocks", ha="right", va="center", rotation=90, fontsize=12)
+    lines(axes, [(x, 2.38), (x, 6.2)])
+    middle = half_block(axes, x, 2.85, [("LayerNorm", "white"), ("token mixing", PALE_BLUE)])
     half_block(
         axes, x, middle + 0.34, [("LayerNorm", "white"), ("Linear, GELU, Linear", PALE_ORANGE)]
     )
-    arrow(axes, (x, 5.0), (x, 5.22))
-    box(axes, x - 0.95, 5.22, 1.9, 0.38, "lm_head", PALE_GREEN)
-    axes.text(x + 1.1, 5.41, "next-token logits", ha="left", va="center", fontsize=11)
-    axes.text(
-        x + 1.1, 0.51, "(batch, tokens)", ha="left", va="center", fontsize=10, color="#666666"
-    )
-    axes.text(
-        x + 1.1,
-        1.19,
-        "(batch, tokens, channels)",
-        ha="left",
-        va="center",
-        fontsize=10,
-        color="#666666",
-    )
+    arrow(axes, (x, 6.0), (x, 6.22))
+    box(axes, x - 0.95, 6.22, 1.9, 0.38, "lm_head", PALE_GREEN)
+    beside = {"ha": "left", "va": "center", "color": "#666666"}
+    axes.text(x + 1.1, 6.41, "next-token logits", ha="left", va="center", fontsize=11)
+    axes.text(x + 1.1, 1.51, "(batch, tokens)", fontsize=10, **beside)
+    axes.text(x + 1.1, 2.19, "(batch, tokens, channels)", fontsize=10, **beside)
+    axes.text(x + 1.1, 1.94, "suffix_match", fontsize=9, family="monospace", **beside)
+    axes.text(x + 2.05, 1.94, "adds what followed last", fontsize=9, **beside)
+    draw_stack(axes, 0.62, 0.62)
 
-    axes.text(5.25, 5.5, "Token mixing, four ways", fontsize=12.5, fontweight="bold", va="center")
-    variant(axes, 4.18, "flat", "", "the paper's mixer: one weight $W$", draw_flat)
-    variant(axes, 3.04, "heads", "num_mixer_heads", "a $W$ per group of channels", draw_heads)
+    title = "Token mixing, five ways"
+    axes.text(5.25, 6.98, title, fontsize=12.5, fontweight="bold", va="center")
+    variant(axes, 5.72, "flat", "", "the paper's mixer: one weight $W$", draw_flat)
+    variant(axes, 4.58, "window", "mixing_window", "by lag, for the last tokens", draw_window)
+    variant(axes, 3.44, "heads", "num_mixer_heads", "a $W$ per group of channels", draw_heads)
     gates = "$k$ gates what goes in, $q$ what comes out"
-    variant(axes, 1.90, "gated", "mixer_gate", gates, draw_gated)
-    keyed = r"$W$ times the softmax of $q\cdot k$"
-    variant(axes, 0.76, "keyed", "mixer_key_size", keyed, draw_keyed)
+    variant(axes, 2.30, "gated", "mixer_gate", gates, draw_gated)
+    keyed = r"$W$ times softmax$(q\cdot k)$; attention: no $W$"
+    variant(axes, 1.16, "keyed", "mixer_key_size", keyed, draw_keyed)
     mixing = r"x \leftarrow x + \mathrm{mix}(\mathrm{LN}(x))"
     mlp = r"x \leftarrow x + \mathrm{MLP}(\mathrm{LN}(x))"
-    axes.text(5.25, 0.42, rf"${mixing}\,;\quad {mlp}$", fontsize=15, va="center")
+    axes.text(5.25, 0.82, rf"${mixing}\,;\quad {mlp}$", fontsize=15, va="center")
+    axes.text(5.25, 0.4, "mixing_in_mlp", fontsize=9, family="monospace", **beside)
+    in_mlp = r"h = \mathrm{LN}(x)\,;\quad x \leftarrow x + \mathrm{MLP}(h + \mathrm{mix}(h))"
+    axes.text(6.35, 0.4, rf"${in_mlp}$", fontsize=13, va="center")
     save(figure, "model.png")
+
+
+def draw_stack(axes, x, y):
+    """Eight blocks in a row, with keys in every fourth."""
+    side = 0.36
+    for number in range(8):
+        has_keys = number % 4 == 3
+        face, edge = (PALE_ORANGE, ORANGE) if has_keys else (PALE_BLUE, BLUE)
+        left = x + number * (side + 0.16)
+        if number:
+            lines(axes, [(left - 0.16, y + side / 2), (left, y + side / 2)])
+        axes.add_patch(
+            Rectangle((left, y), side, side, facecolor=face, edgecolor=edge, linewidth=1.2)
+        )
+    note = {"ha": "left", "va": "center", "fontsize": 9, "color": "#666666"}
+    axes.text(x, y - 0.2, "mixer_keyed_every=4", family="monospace", **note)
+    axes.text(x + 1.5, y - 0.2, "keyed mixing or attention in every fourth", **note)
 
 
 def variant(axes, y, name, option, caption, draw):
     axes.text(5.25, y + 0.95, name, fontsize=11, va="center", fontweight="bold")
-    axes.text(5.85, y + 0.95, option, fontsize=9, va="center", family="monospace", color="#666666")
+    axes.text(5.95, y + 0.95, option, fontsize=9, va="center", family="monospace", color="#666666")
     axes.text(9.75, y + 0.95, caption, fontsize=10, va="center", ha="right", color="#666666")
     draw(axes, y)
 
@@ -334,6 +350,22 @@ def triangle(axes, x, y, side, face=PALE_BLUE, edge=BLUE):
 def draw_flat(axes, y):
     arrow(axes, (5.3, y + 0.4), (7.2, y + 0.4))
     triangle(axes, 7.2, y + 0.1, 0.6)
+    arrow(axes, (7.8, y + 0.4), (9.75, y + 0.4))
+
+
+def draw_window(axes, y):
+    """The band of the last tokens, of a weight that is equal along each diagonal."""
+    left, bottom, side, width = 7.2, y + 0.1, 0.6, 0.2
+    arrow(axes, (5.3, y + 0.4), (left, y + 0.4))
+    top = bottom + side
+    band = [
+        (left, top),
+        (left, top - width),
+        (left + side - width, bottom),
+        (left + side, bottom),
+    ]
+    axes.add_patch(Polygon(band, facecolor=PALE_BLUE, edgecolor=BLUE, linewidth=1.4))
+    axes.add_patch(Rectangle((left, bottom), side, side, fill=False, edgecolor=GREY, linewidth=0.9))
     arrow(axes, (7.8, y + 0.4), (9.75, y + 0.4))
 
 

@@ -33,6 +33,18 @@ def test_the_flat_mixer_is_the_papers_block():
     torch.testing.assert_close(model(ids).logits, x @ model.lm_head.weight.T)
 
 
+def test_mixing_in_the_mlp_is_one_layer():
+    model = small_model(mixing_in_mlp=True)
+    ids = tokens()
+    x = model.model.embed_tokens(ids)
+    for block in model.model.layers:
+        normed = block.mlp_norm(x)
+        weight = block.mixing.conv.weight.data[0, 0].tril()
+        mixed = weight @ normed + block.mixing.conv.bias.data[0, :, None]
+        x = x + block.mlp(normed + mixed)
+    torch.testing.assert_close(model(ids).logits, x @ model.lm_head.weight.T)
+
+
 @pytest.mark.parametrize("taps", [1, 3])
 def test_heads_without_projections_mix_their_own_channels(taps):
     model = small_model(num_mixer_heads=4, mixer_projections=False, mixer_kernel_size=taps)

@@ -77,6 +77,9 @@ class MixerOptions:
         at_most=2**20,
     )
     mixing_decay: bool = option(False, "with a recurrent mixing_weight: each head learns a decay")
+    mixing_in_mlp: bool = option(
+        False, "in blocks without keys, the MLP reads its input plus what is mixed of it: one layer"
+    )
     mlp_first: bool = option(False, "put each block's MLP before its mixing")
     mixing_init: str = option(
         "reference",
@@ -186,6 +189,16 @@ def shape_problems(options: MixerOptions) -> list[str]:
             keys and form == "lags" and not shift,
             ["mixing_init", "mixing_weight", "mixer_key_size"],
             "shift with lags and keys",
+        ),
+        (
+            options.mixing_in_mlp and options.mlp_first,
+            ["mixing_in_mlp", "mlp_first"],
+            "one of them",
+        ),
+        (
+            options.mixing_in_mlp and keyed_in_all,
+            ["mixing_in_mlp", "mixer_key_size", "mixer_keyed_every"],
+            "mixing in the MLP of blocks without keys",
         ),
         (
             window and form != "lags",

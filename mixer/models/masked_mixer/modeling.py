@@ -5,6 +5,10 @@ A block is a transformer's, with a learned triangular convolution instead of att
 
     x = x + mix(LN(x));  x = x + MLP(LN(x))
 
+or, with mixing_in_mlp, one layer in place of both, where the MLP reads what is mixed:
+
+    h = LN(x);  x = x + MLP(h + mix(h))
+
 In the flat mixer, mix(x)[i] = bias[i] + sum over j <= i of weight[i, j] * x[j], with one learned
 weight (context, context) for all channels; mixing.py has the others. There is no position
 embedding, because the mixing weight has a number for every pair of positions.
@@ -55,12 +59,17 @@ class MLP(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """Token mixing and an MLP, each after a LayerNorm and added to the residual stream."""
+    """Token mixing and an MLP, each after a LayerNorm and added to the residual stream; or, with
+    mixing_in_mlp in blocks without keys, an MLP after a LayerNorm and mixing.
+    """
 
     def __init__(self, config: MaskedMixerConfig, number: int):
         super().__init__()
-        self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mixing = mixing_class(config, number)(config)
+        variant = mixing_class(config, number)
+        self.mixing_in_mlp = config.mixing_in_mlp and variant is not Keyed
+        if not self.mixing_in_mlp:
+            self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mixing = variant(config)
         for index, module in enumerate(self.mixing.modules()):
             module.module_id = (number, index)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -76,6 +85,9 @@ class Block(GradientCheckpointingLayer):
         """x and the result are (batch, tokens, channels). rotation: of keyed mixing alone."""
         if past is not None:
             past.positions = past.positions.to(x.device)  # of this block, with a device_map
+        if self.mixing_in_mlp:
+            normed = self.mlp_norm(x)
+            return x + self.mlp(self.mixing(normed, normed, past))
         if self.mlp_first:
             x = x + self.mlp(self.mlp_norm(x))
         if rotation is None:
