@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mixer.common.errors import UserError, run_command
 from mixer.ops import keyed, keyed_conv, plain, triangular_conv
-from mixer.ops.triangular import difference
+from mixer.ops.cuda import difference
 
 DEVICE = "cuda"
 RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")
@@ -53,7 +53,7 @@ def main() -> None:
     options = parser_of(__doc__).parse_args()
     context, _, key_size, value_size = SHAPES[0]
     device = torch.device(DEVICE, 0)
-    if not keyed.kernels_serve(device, torch.bfloat16, key_size, value_size, context):
+    if not keyed.kernels_serve(device, torch.bfloat16, key_size, value_size, context, False):
         raise UserError("nothing to measure: this GPU does not run the kernels of keyed mixing")
     result = measured_by(options) | {"rows": []}
     for shape in SHAPES:

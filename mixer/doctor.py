@@ -1,7 +1,7 @@
 """Whether the CUDA kernels will work here, and if not, what to do: `python -m mixer.doctor`.
 
-Kernels that are not built yet are built and tried: only running them shows that they run. Status 0
-if backend `cuda` will work, else 1.
+Kernels are built if none are there, and compared with plain PyTorch: only running them shows that
+they are right. Status 0 if backend `cuda` will work, else 1.
 """
 
 import os
@@ -12,8 +12,7 @@ import warnings
 import torch
 
 from mixer.common.errors import command_parser, run_command
-from mixer.ops import cuda
-from mixer.ops.build import dotted
+from mixer.ops import build, cuda
 from mixer.reporting.text import wrapped
 
 # CUDA 12.6 is the last whose torch has V100, and driver 580 the last that knows a V100.
@@ -60,7 +59,7 @@ def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str
     # Machine code serves its own major version from its minor on.
     if not any((capability[0], 0) <= built <= capability for built in built_for):
         problem = f"torch {torch.__version__} is built for {' '.join(arches)}, not for {name}"
-        return f"{problem} ({dotted(capability)})", INSTALL_TORCH_12
+        return f"{problem} ({build.dotted(capability)})", INSTALL_TORCH_12
     # The builder's advice comes last in what it says.
     commands = ["python -m mixer.ops.build", *re.findall(r"`([^`\n]+)`", reason)]
     return f"the kernels do not run on {name}: {reason}", commands[-1]
@@ -75,8 +74,9 @@ def main(arguments: list[str] | None = None) -> None:
         name = torch.cuda.get_device_name(index)
         capability = torch.cuda.get_device_capability(index)
         problem = gpu_problem(index, name, capability)
-        state = "do not run" if problem else "run"
-        print(f"GPU {index}: {name}, compute capability {dotted(capability)}; kernels {state}")
+        origin = "prebuilt kernels" if build.prebuilt_library(capability) else "kernels built here"
+        state = "kernels do not run" if problem else f"{origin} run"
+        print(f"GPU {index}: {name}, compute capability {build.dotted(capability)}; {state}")
         problems |= {problem} - {None}
     print(f"The cuda backend {'will not work' if problems else 'works'} here.")
     if problems:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from mixer.checkpoints.checkpoint import earlier_settings, read_trainer
+from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled, write_new
+from mixer.checkpoints.settings import earlier_settings
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import as_path, check_new
 from mixer.common.hardware import TYPES

@@ -8,7 +8,7 @@
         trainer_state/
             trainer.json                  see below
             optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
-                                          and key; earlier versions wrote several files, of shards
+                                          and key
             files.json                    size and SHA-256 of every file; written last
     best -> step-800                      the checkpoint with the lowest validation loss
 
@@ -19,7 +19,7 @@ trainer.json holds
     data_directory, data    where the data is, and what identifies it
     scaler, wandb_id        the fp16 loss scale, and the run's id at wandb
     settings, earlier       what the next steps train with; what steps up to N had instead
-    mixing                  what model.mixing_backend=auto stands for where a race decided it
+    mixing                  which backends model.mixing_backend=auto stood for in version 0.2.0
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. None holds a NaN or an infinity.
@@ -101,15 +101,6 @@ def read_trainer(checkpoint: Path, **needed: Any) -> dict[str, Any]:
     if problem := shape_problem(values, OF_TRAINER, TRAINER):
         raise UserError(f"{file} is damaged ({problem}): {REMEDY}")
     return values
-
-
-def earlier_settings(earlier: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each change of settings in a run, from trainer.json."""
-    return [
-        f"Until step {step}: {', '.join(f'{key} = {value}' for key, value in changed.items())}"
-        for step, changed in earlier.items()
-        if changed
-    ]
 
 
 def damage(checkpoint: Path, for_resume: bool = True) -> str | None:

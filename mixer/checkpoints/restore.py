@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from mixer.checkpoints import pretrained
 from mixer.checkpoints.checkpoint import (
     FORMAT,
+    OPTIMIZER,
     STATE,
     find_resume,
     local_part,
@@ -21,11 +22,12 @@ from mixer.checkpoints.checkpoint import (
     read_trainer,
     remove_partial,
 )
-from mixer.common.errors import Say, UserError, first_line
+from mixer.common.errors import UserError, first_line
 from mixer.data.config import Manifest
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
 from mixer.models.architecture import model_class
+from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 
 # What a resume may change in the model's configuration, what transformers records in it, and what
 # a model from elsewhere may have: none of it changes what the weights compute.
@@ -73,7 +75,12 @@ def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
         checkpoint,
         samples=int,
         skipped_steps=int,
+        logged_tokens=int,
+        nats=float | None,
         data=dict,
+        settings=dict,
+        earlier=dict,
+        mixing={str: str},
         scaler=dict | None,
         wandb_id=str | None,
     )
@@ -114,6 +121,21 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     return pretrained.load_model(checkpoint, config, model_class(config))
 
 
+def take_backends(model: PreTrainedModel, mixing: dict[str, str], world: World) -> None:
+    """Goes on with the backends that a run of version 0.2.0 began with, as the entry `mixing` of
+    trainer.json has them: another would round differently. There, `auto` could stand for plain
+    PyTorch also where our kernels run.
+    """
+    for entry, backend in mixing.items():
+        if backend != "dense":
+            continue
+        world.say(f"mixing: auto uses dense, as the run did before ({entry})")
+        for layer in model.modules():
+            is_keyed = isinstance(layer, KeyedConv)
+            if isinstance(layer, TriangularConv) and is_keyed == (entry == "keyed_backend"):
+                layer.backend = backend
+
+
 def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Gives a new model the weights of a checkpoint or an exported model (train.init_from). Raises
     UserError if that is another model, has another tokenizer, or cannot be read.
@@ -146,7 +168,7 @@ def resume(
     """
     begin_state(optimizer)
     try:
-        load_optimizer(checkpoint, model, optimizer, world.say)
+        load_optimizer(checkpoint, model, optimizer)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         problem = f"has a {STATE}/ that is not what training wrote ({first_line(error)})"
         raise pretrained.refused(checkpoint, problem) from None
@@ -169,34 +191,23 @@ def begin_state(optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer, say: Say) -> None:
+def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Loads the optimizer's state into the one of `begin_state`, sharded like the model. Only one
     whole tensor is in memory at a time.
 
-    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer. Those
-    of shared lags, which earlier versions trained, are said and left out.
+    Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer.
     """
     state = optimizer_state(model, optimizer)
-    # Earlier versions wrote a file for each shard, of the first dimension.
-    files = (checkpoint / STATE).glob("optimizer-*-of-*.safetensors")
-    files = sorted(files, key=lambda file: int(file.name.split("-")[1]))
-    shards: dict[str, list[Any]] = {}  # the files that have each name
-    for opened in [safe_open(file, "pt") for file in files]:
-        for name in opened.keys():
-            shards.setdefault(name, []).append(opened)
-    lags = [name for name in shards if "/lag_exp_avg" in name]
-    for name in lags:
-        del shards[name]
-    if lags:
-        say("the run had shared lags, which are gone: its full mixing weights continue alone")
-    if odd := sorted(state.keys() ^ shards.keys()):  # what is lacking would begin with zeros
-        raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
-    for name, target in state.items():
-        tensors = [opened.get_tensor(name) for opened in shards[name]]
-        value = torch.cat(tensors) if tensors[0].ndim else tensors[0]  # all have the same scalars
-        if value.shape != target.shape:
-            raise ValueError(f"it has {name} of shape {value.shape}, expected {target.shape}")
-        value = value.to(target.device)
-        if isinstance(target, DTensor):
-            value = distribute_tensor(value, target.device_mesh, target.placements)
-        local_part(target).copy_(local_part(value))
+    with safe_open(checkpoint / OPTIMIZER, "pt") as saved:
+        if odd := sorted(
+            state.keys() ^ set(saved.keys())
+        ):  # what is lacking would begin with zeros
+            raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
+        for name, target in state.items():
+            value = saved.get_tensor(name)
+            if value.shape != target.shape:
+                raise ValueError(f"it has {name} of shape {value.shape}, expected {target.shape}")
+            value = value.to(target.device)
+            if isinstance(target, DTensor):
+                value = distribute_tensor(value, target.device_mesh, target.placements)
+            local_part(target).copy_(local_part(value))

@@ -4,7 +4,6 @@ import errno
 import resource
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -62,21 +61,6 @@ def memory_limit(device: torch.device) -> int:
     return min(limits)
 
 
-def product_flops(device: torch.device, precision: str) -> float:
-    """The FLOP/s of a matrix product here: measured, as no other work of a model is faster."""
-    size = 4096 if device.type == "cuda" else 512
-    matrix = torch.ones(size, size, device=device, dtype=PRECISIONS[precision])
-    # Others may use the processor, too. The first starts up; in bf16 a CPU may take half a second.
-    times: list[float] = []
-    while len(times) < 2 or (len(times) < 20 and sum(times[1:]) < 0.1):
-        began = time.perf_counter()
-        matrix @ matrix
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times)
-
-
 def lacks_bf16(device: torch.device) -> str:
     """The name of a GPU without bf16 arithmetic; "" for any other device."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0):
@@ -106,26 +90,30 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError)
 
 
-@contextmanager
-def memory_for(device: torch.device, activity: str, sizes: str, remedy: str) -> Iterator[None]:
-    """Raises UserError where what is done inside runs out of memory.
+def out_of_memory(device: torch.device, activity: str, sizes: str, remedy: str) -> UserError:
+    """The error for people, to be made where memory has just run out.
 
     activity: as in "evaluating FILE"; sizes: what decides how much memory that takes; remedy: what
     to lower.
     """
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else "the host's memory"
+    limit = memory_limit(device) / 2**30
+    return UserError(
+        f"out of memory on {device} ({name}, {limit:.1f} GiB) while {activity}: the peak was "
+        f"{peak_memory_gb(device):.2f} GiB. Sizes: {sizes}. {remedy}"
+    )
+
+
+@contextmanager
+def memory_for(device: torch.device, activity: str, sizes: str, remedy: str) -> Iterator[None]:
+    """Raises `out_of_memory` where what is done inside runs out of it."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        is_gpu = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_gpu else "the host's memory"
-        limit = memory_limit(device) / 2**30
-        peak = peak_memory_gb(device)
-        raise UserError(
-            f"out of memory on {device} ({name}, {limit:.1f} GiB) while {activity}: the peak was "
-            f"{peak:.2f} GiB. Sizes: {sizes}. {remedy}"
-        ) from None
+        raise out_of_memory(device, activity, sizes, remedy) from None
 
 
 # The root of the checkout, or the directory that the package is installed into.

@@ -7,7 +7,7 @@ from statistics import mean
 
 from mixer.common.files import write_text
 from mixer.objectives.retrieval import CANDIDATES
-from mixer.reporting.figure import COLOURS, GREY, can_draw, curves, log_axis
+from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis, write_names
 from mixer.reporting.text import ACCURACY, COUNT, LOSS, MEMORY, SECONDS, SPEED, TOP1, wrapped
 from mixer.reporting.text import table as markdown_table
 
@@ -204,7 +204,7 @@ def draw(result: dict, output: Path) -> bool:
     else:
         if not finished(runs):
             return False
-        title = "Validation loss, separate runs"
+        title = "Validation loss of separate runs (bar: spread of seeds)"
     with curves(output, title, "training time (s)", "loss (nats)") as axes:
         if kinds is None:
             draw_runs(axes, with_curve)
@@ -214,42 +214,51 @@ def draw(result: dict, output: Path) -> bool:
 
 
 def draw_runs(axes, runs: dict) -> None:
+    """Each run's training loss from a tenth of its steps on, and its validation loss at the end."""
+    names = []
+    last = max(row["training_seconds"] for row in runs.values())
     for number, (name, row) in enumerate(runs.items()):
         colour = f"C{number}"
         seconds = row["training_seconds"]
         validation_loss = row["validation_loss"]
-        steps, losses = zip(*row["loss"], strict=True)
+        steps, losses = zip(
+            *(point for point in row["loss"] if 10 * point[0] >= row["steps"]), strict=True
+        )
         times = [step * seconds / row["steps"] for step in steps]
         axes.plot(times, losses, color=colour, linewidth=1)
-        label = f"{name}, validation {validation_loss:.3f}"
-        axes.plot(seconds, validation_loss, "-o", color=colour, markersize=6, label=label)
+        axes.plot(seconds, validation_loss, "o", color=colour, markersize=6)
+        names.append((last, validation_loss, f"{name}: {validation_loss:.3f}", colour))
+    write_names(axes, names)
 
 
 def draw_kinds(axes, kinds: dict, runs: dict) -> None:
-    """The lowest loss of each kind after each time, with a bar for the spread of seeds."""
+    """A dot for the lowest loss of each kind after each time, with a bar for the spread of seeds,
+    and its name beside the last. No lines: after another time, another model may be the best.
+    """
     # In the order of the plan, so that what plans have in common looks the same.
     kind_names = distinct([*kinds, *(row["kind"] for row in finished(runs))])
     drawn = [kind_name for kind_name in kind_names if finished(runs, kind_name)]
+    names = []
+    all_budgets = set()
     for number, kind_name in enumerate(drawn):
         colour = f"C{number}"
         budgets = sorted({row["budget"] for row in finished(runs, kind_name)})
+        all_budgets.update(budgets)
         best = [best_size(runs, kind_name, budget) for budget in budgets]
         times = [row["training_seconds"] for row in best]
         losses = [row["validation_loss"] for row in best]
-        axes.plot(times, losses, "o-", label=kind_name, color=colour)
+        axes.plot(times, losses, "o", color=colour, markersize=6)
+        names.append((times[-1], losses[-1], kind_name, colour))
         for rows in repeated(runs).values():
             if rows[0] in best:
                 draw_spread(axes, rows, colour)
-    if repeated(runs):
-        draw_spread(axes, [], GREY, label="spread of seeds, if larger than a dot")
-    log_axis(axes.xaxis)
+    log_axis(axes.xaxis, ticks=sorted(all_budgets))
+    write_names(axes, names)
 
 
-def draw_spread(axes, rows: list[dict], colour: str, label: str | None = None) -> None:
-    """A bar from the lowest to the highest loss of a run's repetitions, at the time of the first;
-    without rows only its entry in the legend.
-    """
+def draw_spread(axes, rows: list[dict], colour: str) -> None:
+    """A bar from the lowest to the highest loss of repetitions, at the time of the first."""
     losses = [row["validation_loss"] for row in rows]
-    ends = [min(losses), max(losses)] if rows else []
-    times = [rows[0]["training_seconds"]] * len(ends) if rows else []
-    axes.plot(times, ends, color=colour, label=label, linewidth=5, alpha=0.4, solid_capstyle="butt")
+    ends = [min(losses), max(losses)]
+    times = [rows[0]["training_seconds"]] * 2
+    axes.plot(times, ends, color=colour, linewidth=5, alpha=0.4, solid_capstyle="butt")

@@ -1,12 +1,14 @@
-"""Builds the CUDA kernels in `csrc` into one shared library, once per machine, and finds it again.
+"""Finds the shared library of the CUDA kernels in `csrc`, or builds it, once per machine.
 
 The library has a plain C interface and includes no torch header, so it depends on the GPU and not
-on the version of torch. It builds in less than a minute, also on a machine without a GPU:
+on the versions of torch and Python. `make wheel` makes one for each GPU, which a wheel brings.
+Elsewhere it is built in a minute or a few, also on a machine without a GPU:
 
     python -m mixer.ops.build --arch 9.0
 
-It is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`) under a name made of the
-architecture and the sources, so a stale library is never loaded. The command always builds anew.
+It is kept in `$MIXER_CACHE` (or `${XDG_CACHE_HOME:-~/.cache}/mixer`). There and in `prebuilt`, its
+folder is named after the architecture and the sources, so a stale library is never loaded. The
+command always builds anew.
 """
 
 import hashlib
@@ -26,6 +28,7 @@ from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import cache_home, whole_directory
 
 SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"  # of a wheel, or by `make wheel`
 LIBRARY = "libmixer_kernels.so"
 LOG = "build.log"
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v"]
@@ -33,9 +36,13 @@ HOPPER_FLAG = "-DMIXER_HOPPER"  # the kernels of csrc/hopper*.cu are there
 
 
 def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool = False) -> Path:
-    """The library for a GPU of this compute capability, built first if the cache has none or if
-    `rebuild` is set. Processes that ask at the same time wait for one of them. Raises UserError.
+    """The library for a GPU of this compute capability, the cache's or a prebuilt one. If there is
+    none, or if `rebuild` is set, it is built into the cache first. Processes that ask at the same
+    time wait for one of them. Raises UserError.
     """
+    prebuilt = prebuilt_library(capability, sources)
+    if prebuilt is not None and not rebuild:
+        return prebuilt
     directory = cache_directory() / build_name(capability, sources)
     path = directory / LIBRARY
     if rebuild or not path.exists():
@@ -43,8 +50,29 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
         nvcc = find_nvcc()
         with whole_directory(directory) as stage:
             if rebuild or not path.exists():  # no other process has built it meanwhile
+                what = f"CUDA kernels for compute capability {dotted(capability)}"
+                message = f"mixer: building {what} (once, a minute or a few)"
+                print(message, file=sys.stderr, flush=True)
                 build(stage, sources, nvcc, flags)
     return path
+
+
+def prebuilt_library(capability: tuple[int, int], sources: Path = SOURCES) -> Path | None:
+    """The library that came with the package, if it was built from these sources and the cache has
+    none. Machine code for a GPU also runs on GPUs of a later minor version.
+    """
+    major, minor = capability
+    names = [build_name((major, earlier), sources) for earlier in range(minor, -1, -1)]
+    paths = [PREBUILT / name / LIBRARY for name in names]
+    path = next((path for path in paths if path.exists()), None)
+    return path if path is not None and not is_in_cache(names[0]) else None
+
+
+def is_in_cache(name: str) -> bool:
+    try:
+        return (cache_directory() / name / LIBRARY).exists()
+    except UserError:  # a user without a home, who needs none for a prebuilt library
+        return False
 
 
 def cache_directory() -> Path:
@@ -80,9 +108,6 @@ def build(directory: Path, sources: Path, nvcc: Path, flags: list[str]) -> None:
     """Builds the library into a directory, with a log of the registers and spills of each kernel.
     Raises UserError if that fails.
     """
-    architecture = flags[-1].rpartition("=")[2]
-    message = f"mixer: building CUDA kernels for {architecture} (once, up to a minute)"
-    print(message, file=sys.stderr, flush=True)
     directory.chmod(0o755)  # whatever the umask: others must not write there
     work = directory / "objects"
     work.mkdir()
@@ -113,8 +138,9 @@ def ninja_file(units: list[Path], nvcc: Path, flags: list[str]) -> str:
         return shlex.join([str(nvcc), *arguments]).replace("$", "$$") + " $in -o $out"
 
     # The CUDA runtime is linked in: no libcudart has to be found later. The nvcc wheel keeps it in
-    # lib, where its own profile says lib64.
-    linked = ["-shared", "-cudart=static", flags[-1], f"-L{nvcc.parent.parent / 'lib'}"]
+    # lib, where its own profile says lib64. No kernel calls functions of another unit, so nothing
+    # is left to link for the GPU.
+    linked = ["-shared", "-cudart=static", "-nodlink", f"-L{nvcc.parent.parent / 'lib'}"]
     lines = [
         "rule compile",
         f"  command = {command(*COMPILE_FLAGS, *flags, '-c')}",
@@ -155,15 +181,14 @@ def find_nvcc() -> Path:
     if wheels is not None:
         # A namespace package has one location for each site-packages.
         for folder in wheels.submodule_search_locations or []:
-            candidates.append(f"{folder}/cu13/bin/nvcc")  # of CUDA 13
-            candidates.append(f"{folder}/cuda_nvcc/bin/nvcc")  # of CUDA 12
+            candidates.append(f"{folder}/cu13/bin/nvcc")  # CUDA 12's wheels have no nvcc
     candidates.append("/usr/local/cuda/bin/nvcc")
     executables = [Path(path) for path in candidates if path and os.access(path, os.X_OK)]
     if not executables:
         raise UserError(
             "the CUDA kernels need nvcc, and there is none in $CUDA_HOME, $PATH or the "
-            "nvidia-cuda-nvcc wheel. Install it with `pip install nvidia-cuda-nvcc "
-            "nvidia-cuda-runtime nvidia-cuda-cccl`, or point CUDA_HOME at a CUDA toolkit."
+            "nvidia-cuda-nvcc wheel. Point CUDA_HOME at a CUDA toolkit, or install nvcc with "
+            "`pip install 'cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]'`."
         )
     nvcc = executables[0]
     # nvcc looks for its headers beside the path that it is called by, even if that is a link. A

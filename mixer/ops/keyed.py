@@ -4,6 +4,7 @@ The kernels are in keyed_kernels.py, and the mixing weights as they read them in
 they cannot run, plain PyTorch computes the same.
 """
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mixer.common.errors import first_line
 from mixer.ops import cuda, plain
 from mixer.ops.plain import in_autocast_dtype
 from mixer.ops.strips import Weights, weights_of
@@ -78,11 +80,11 @@ def keyed_conv(
     if (
         backend != "dense"
         and tokens <= context
-        and kernels_serve(query.device, query.dtype, key_size, value_size, context)
+        and kernels_serve(
+            query.device, query.dtype, key_size, value_size, context, lags is not None
+        )
     ):
-        mixing = weight if lags is None else lags
-        weights = weights_of(mixing, decay, tokens, query.dtype)
-        return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
+        return by_kernels(query, key, value, weight if lags is None else lags, bias, decay)
     return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
 
 
@@ -139,10 +141,15 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
 
 @torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
 def kernels_serve(
-    device: torch.device, dtype: torch.dtype, key_size: int, value_size: int, context: int
+    device: torch.device,
+    dtype: torch.dtype,
+    key_size: int,
+    value_size: int,
+    context: int,
+    by_lag: bool,
 ) -> bool:
     """Whether the kernels can take keys and values of so many numbers in each head. Where they
-    cannot take a GPU tensor, the log says so, once.
+    cannot take a GPU tensor, or fail on its GPU, the log says so, once.
     """
     if device.type != "cuda":
         return False
@@ -163,7 +170,50 @@ def kernels_serve(
             f"{MOST_CONTEXT}, on NVIDIA GPUs of compute capability 8.0 or newer with Triton "
             "(`pip install triton`)"
         )
-    return serve
+    problem = fault(device, dtype, key_size, value_size, by_lag) if serve else None
+    if problem:
+        warn_once(f"keyed mixing runs without kernels, which fail on this GPU: {problem}")
+    return serve and problem is None
+
+
+@functools.cache
+def fault(
+    device: torch.device, dtype: torch.dtype, key_size: int, value_size: int, by_lag: bool
+) -> str | None:
+    """What is wrong with the kernels for such keys and values; None if nothing is. The first call
+    compiles them and waits for the device, so it must not come inside a graph capture.
+    """
+    batch, heads, context = 2, 2, 256
+    mixing_shape = (heads, 1, context) if by_lag else (heads, 1, context, context)
+    decay = torch.full((heads,), 1 / context, device=device) if by_lag else None
+    shapes = {
+        "query": (batch, context, heads * key_size),
+        "key": (batch, context, heads * key_size),
+        "value": (batch, context, heads * value_size),
+        "lags" if by_lag else "weight": mixing_shape,
+        "bias": (heads, context),
+    }
+
+    def kernels(*tensors: Tensor) -> Tensor:
+        return by_kernels(*tensors, decay)
+
+    def expected(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor) -> Tensor:
+        if by_lag:
+            return plain.keyed_conv(query, key, value, None, bias, lags=mixing, decay=decay)
+        return plain.keyed_conv(query, key, value, mixing, bias)
+
+    try:
+        return cuda.apart(kernels, expected, shapes, device, dtype)
+    except Exception as error:  # what Triton and CUDA raise has no type of its own
+        return first_line(error)
+
+
+def by_kernels(
+    query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor, decay: Tensor | None
+) -> Tensor:
+    """`keyed_conv` by the kernels; mixing is a weight or lags."""
+    weights = weights_of(mixing, decay, query.shape[1], query.dtype)
+    return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
 
 
 # ------------------------------------------------------------------------- the operators

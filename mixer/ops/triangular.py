@@ -14,7 +14,6 @@ from mixer.ops import cuda, plain
 from mixer.ops.plain import BACKENDS, in_autocast_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MOST_APART = 2e-2  # relative: each backend rounds to the type
 logger = logging.getLogger("mixer.ops")
 
 
@@ -200,21 +199,6 @@ def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_ali
         raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
     warn_once(f"mixing backend 'auto' uses 'dense', because 'cuda' cannot run here: {reason}")
     return False
-
-
-def difference(
-    results: Iterable[Tensor], expected: Iterable[Tensor], names: Iterable[str]
-) -> str | None:
-    """Says which result differs from plain PyTorch's by more than rounding; None if none does."""
-    for name, ours, theirs in zip(names, results, expected, strict=True):
-        error = (ours - theirs).norm(dtype=torch.float32)
-        size = theirs.norm(dtype=torch.float32)
-        if not error <= MOST_APART * size:  # NaN is no result either
-            return (
-                f"its results are wrong on this GPU: {name} differs by {(error / size).item():.1e} "
-                "from plain PyTorch's"
-            )
-    return None
 
 
 # ------------------------------------------------------------------------- one row

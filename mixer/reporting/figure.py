@@ -4,7 +4,8 @@ matplotlib is optional, so it is imported where a picture is drawn.
 """
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +57,9 @@ def curves(output: Path, title: str, xlabel: str, ylabel: str) -> Iterator:
     axes = figure.add_subplot()
     yield axes
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    if not axes.get_legend_handles_labels()[0]:
+        figure.savefig(output)
+        return
     legend = axes.legend(loc="upper right")
     figure.draw_without_rendering()  # places the legend
     box = legend.get_window_extent().padded(6)
@@ -72,16 +76,49 @@ def short_name(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
 
 
-def log_axis(axis, base: int = 2, factors: tuple[float, ...] = (1, 1.25, 1.5, 1.75)) -> None:
-    """Makes a drawn axis logarithmic; a narrow range is marked between powers of the base, too."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+def log_axis(
+    axis,
+    base: int = 2,
+    factors: tuple[float, ...] = (1, 1.25, 1.5, 1.75),
+    ticks: Sequence[float] | None = None,
+) -> None:
+    """Makes a drawn axis logarithmic, with plain numbers at `ticks`, or at powers of the base; a
+    narrow range is marked between them, too.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
     low, high = axis.get_view_interval()
-    if high < base**3 * low:
+    if ticks is not None:
+        axis.set_ticks(ticks)
+        axis.set_minor_locator(NullLocator())
+    elif high < base**3 * low:
         axis.set_major_locator(LogLocator(base, factors))
     axis.set_major_formatter(PLAIN)
     axis.set_minor_formatter(NullFormatter())
+
+
+def write_names(axes, names: list[tuple[float, float, str, str]]) -> None:
+    """Writes (x, y, name, colour) to the right of their points, at least a line apart."""
+    axes.figure.draw_without_rendering()  # settles the limits
+    low, high = axes.get_ylim()
+    height = axes.get_window_extent().height / axes.figure.dpi * 72  # points
+    line = 1.15 * 10 * (high - low) / height  # of the text, in units of y
+    before = -math.inf
+    for x, y, name, colour in sorted(names, key=lambda entry: entry[1]):
+        text_y = max(y, before + line)
+        before = text_y
+        offset = (8, (text_y - y) * height / (high - low))
+        axes.annotate(
+            short_name(name),
+            (x, y),
+            xytext=offset,
+            textcoords="offset points",
+            color=colour,
+            fontsize=10,
+            va="center",
+            annotation_clip=False,
+        )
 
 
 def plot_loss_by_position(results: list[dict], output: Path) -> None:

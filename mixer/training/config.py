@@ -6,7 +6,7 @@ import difflib
 import json
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,33 +17,12 @@ from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
-from mixer.data.config import DataConfig, without_unused
+from mixer.data.config import DataConfig, unused_options, without_unused
 from mixer.models.config import ModelConfig, model_problems, saved_options
 from mixer.objectives.config import ObjectiveConfig
 
 if TYPE_CHECKING:
     from mixer.objectives.objective import Objective
-
-# Keys that earlier versions wrote into config.yaml, with the values that mean what is done now.
-GONE = {
-    "train.all_reduce": ("auto", "nccl"),
-    "train.max_skipped_steps": (50,),
-    "checkpoint.allow_other_data": (False,),
-    "logging.wandb": ("disabled",),
-    "logging.profile_step": (20,),
-    "logging.profile_steps": (0,),
-    "optim.shared_lags": (False,),
-    "optim.shared_lags_lr": (None,),
-    "model.value_embeddings": (0,),
-    "model.zero_init": (False,),
-}
-# What to do about other values.
-INSTEAD = {
-    "optim.shared_lags": "a new run uses model.mixing_weight=lags instead; an old one continues "
-    "with model.mixing_weight=full, without this key and its effect",
-    "model.value_embeddings": "leave it out for a new run; commit 98969e4 continues an old one",
-    "model.zero_init": "leave it out, also of an old run: it changed initial weights alone",
-}
 
 
 @dataclass
@@ -148,6 +127,9 @@ class LoggingConfig:
         choices=("none", "wandb", "tensorboard"),
     )
     wandb_project: str = option("masked-mixer", "wandb's project")
+    profile: bool = option(
+        False, "write a trace of steps 10 to 14 after the start to the run's trace.json.gz"
+    )
 
 
 @dataclass
@@ -217,6 +199,14 @@ def load_config(
     return run
 
 
+def used_configuration(run: RunConfig) -> dict[str, Any]:
+    """The sections of a configuration, without the options that its source of data does not use."""
+    sections = asdict(run)
+    for name in unused_options(run.data):
+        del sections["data"][name]
+    return sections
+
+
 def read_override(text: str) -> tuple[str, Any]:
     """The key and the value of `section.key=value`. Raises UserError where there is none."""
     key, equals, value = text.removeprefix("--").partition("=")
@@ -262,8 +252,6 @@ def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 def _set(run: RunConfig, key: str, value: Any) -> str | None:
     """Sets a key, or says what is wrong with its name."""
-    if value in GONE.get(key, ()):
-        return None
     if key in SECTIONS:
         example = next(option for option in OPTIONS if option.startswith(f"{key}."))
         return f"{key} = {value!r:.60}; allowed: keys with values, such as {example}"
@@ -273,7 +261,7 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
         near = [option for option in OPTIONS if option.rpartition(".")[2] == name]
         near += difflib.get_close_matches(key, OPTIONS, 1)
         hint = f"did you mean {near[0]}?" if near else "allowed keys: python train.py --help"
-        return f"unknown key {key} = {value!r}; {INSTEAD.get(key, hint)}"
+        return f"unknown key {key} = {value!r}; {hint}"
     choices = OPTIONS[key].metadata.get("choices", ())
     if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices

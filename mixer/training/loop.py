@@ -10,30 +10,26 @@ from dataclasses import asdict
 import torch
 import transformers
 from accelerate import Accelerator
+from torch.profiler import profile, schedule
 from transformers import PreTrainedModel
 
 from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
+from mixer.checkpoints.settings import save_config
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
-from mixer.common.hardware import memory_for
+from mixer.common.hardware import is_out_of_memory, out_of_memory
 from mixer.common.terminal import lasting_output
 from mixer.data.prepare import Data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
-from mixer.training.config import RunConfig, TrainConfig
+from mixer.training.config import RunConfig, TrainConfig, used_configuration
+from mixer.training.estimate import banner, less_memory, needed_gb
 from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
 from mixer.training.passes import useful_flops
-from mixer.training.start import (
-    State,
-    banner,
-    check_run,
-    less_memory,
-    needed_gb,
-    open_run_data,
-    save_config,
-    start_state,
-)
+from mixer.training.start import State, check_run, open_run_data, start_state
+
+PROFILED = (10, 14)  # the first and the last step after the start that logging.profile traces
 
 
 @lasting_output()
@@ -67,7 +63,8 @@ def start_metrics(run: RunConfig, state: State) -> Metrics:
     """Writes config.yaml and goes on with metrics.jsonl; on the main process alone."""
     step = state.counters.step
     if step < run.train.steps:  # else it stays as it is
-        save_config(run, run.directory / "config.yaml", state.recorded["earlier"])
+        path = run.directory / "config.yaml"
+        save_config(used_configuration(run), path, state.record["earlier"])
     return Metrics(run, step, evaluation_due(run.train, step), state.wandb_id)
 
 
@@ -96,6 +93,21 @@ class Trainer:
         self.counters = state.counters
         # A run that was killed between a save and its evaluation makes up for the evaluation.
         self.owes_evaluation = evaluation_due(run.train, self.counters.step)
+        self.guard = Guard(
+            self.optimizer,
+            scaled=self.scaler is not None,
+            stop_at_first=run.train.non_finite == "stop",
+            device=self.device,
+        )
+        self.writer = CheckpointWriter(
+            run.directory,
+            run.checkpoint.keep,
+            run.checkpoint.keep_every,
+            world,
+            self.model,
+            data.tokenizer,
+            self.objective.write_beside,
+        )
         self.batches = Batches(
             data.training,
             SampleOrder(len(data.training), run.seed),
@@ -106,21 +118,7 @@ class Trainer:
         )
         self.step_tokens = self.batches.step_samples * self.objective.sample_tokens
         self.counts_targets = self.objective.counts_targets(data)
-        self.writer = CheckpointWriter(
-            run.directory,
-            run.checkpoint.keep,
-            run.checkpoint.keep_every,
-            world,
-            self.model,
-            data.tokenizer,
-            self.objective.write_beside,
-        )
-        self.guard = Guard(
-            self.optimizer,
-            scaled=self.scaler is not None,
-            stop_at_first=run.train.non_finite == "stop",
-            device=self.device,
-        )
+        self.profiles = run.logging.profile and world.is_main
         self.stop = Stop(world)
         self.timer = Timer(self.counters.tokens)
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
@@ -140,11 +138,14 @@ class Trainer:
             if self.owes_evaluation:
                 with self.timer.count("paused"):
                     self.evaluate()
-            while counters.step < self.run.train.steps and not stopped:
-                self.writer.raise_failure()
-                self.stop.ask()
-                self.step()
-                stopped = self.between_steps()
+            with profiled(self.run) if self.profiles else nullcontext() as profiler:
+                while counters.step < self.run.train.steps and not stopped:
+                    self.writer.raise_failure()
+                    self.stop.ask()
+                    self.step()
+                    stopped = self.between_steps()
+                    if profiler:
+                        profiler.step()
             self.writer.wait()
         finally:
             self.writer.close()
@@ -242,7 +243,7 @@ class Trainer:
     def save(self) -> None:
         """Begins to write a checkpoint; see mixer/checkpoints/checkpoint.py for what it holds."""
         self.counters.nats = in_json(float(self.world.sum(self.nats)))
-        trainer = asdict(self.counters) | self.state.recorded
+        trainer = asdict(self.counters) | self.state.record
         trainer["scaler"] = self.scaler.state_dict() if self.scaler is not None else None
         trainer["wandb_id"] = self.metrics.wandb_id if self.metrics else None
         self.writer.save(self.optimizer, trainer)
@@ -265,6 +266,17 @@ class Trainer:
             self.metrics.write({"step": step, "tokens": self.counters.tokens} | scores)
             self.writer.link_best(self.metrics.validation_losses)
         self.world.say(f"step {step}: validation loss {loss:.4f}, {summary}")
+
+
+def profiled(run: RunConfig) -> profile:
+    """torch's profiler, which traces PROFILED of the steps that it is told of, or as many as there
+    are, and then writes the trace for chrome://tracing and Perfetto.
+    """
+    first, last = PROFILED
+    # The step before is traced and dropped: in it, the profiler starts up.
+    steps = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
+    path = str(run.directory / "trace.json.gz")
+    return profile(schedule=steps, on_trace_ready=lambda done: done.export_chrome_trace(path))
 
 
 def closing(run: RunConfig, step: int, stopped: bool) -> str:
@@ -319,16 +331,12 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
     """Turns what the system refuses, memory or a file, into a UserError that says what to do. With
     several processes any error ends this one.
     """
-    names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-    sizes = [f"train.batch_size = {run.train.batch_size}"]
-    sizes += [f"model.{name} = {getattr(run.model, name)}" for name in names]
     try:
-        device = accelerator.device
-        remedy = less_memory(run, device)
-        with memory_for(device, f"training {run.directory}", ", ".join(sizes), remedy):
-            yield
+        yield
     except BaseException as error:
-        if isinstance(error, OSError):
+        if is_out_of_memory(error):
+            error = too_large(run, accelerator.device)
+        elif isinstance(error, OSError):
             error = UserError(
                 f"the run in {run.directory} has ended: {error}; fix the cause and run the same "
                 "command again: it continues from the last save, if any"
@@ -336,3 +344,11 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
         if accelerator.num_processes > 1:
             leave_with_error(error)
         raise error
+
+
+def too_large(run: RunConfig, device: torch.device) -> UserError:
+    names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    sizes = [f"train.batch_size = {run.train.batch_size}"]
+    sizes += [f"model.{name} = {getattr(run.model, name)}" for name in names]
+    remedy = less_memory(run, device)
+    return out_of_memory(device, f"training {run.directory}", ", ".join(sizes), remedy)

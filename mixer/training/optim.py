@@ -8,6 +8,7 @@ To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS, h
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -192,6 +193,27 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     is_linear = config.schedule == "linear"
     decay = 1.0 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * decay)
+
+
+def jump_of_rate(config: OptimConfig, steps: int, changed: dict[str, Any], step: int) -> str:
+    """Says that the learning rate rises after `step`, where settings were others before: their old
+    values, by section.key. "" if it does not.
+    """
+    options = {}
+    for key, value in changed.items():
+        section, _, name = key.partition(".")
+        if section == "optim":
+            options[name] = value
+    old_steps = changed.get("train.steps", steps)
+    old_rate = learning_rate(replace(config, **options), min(step, old_steps - 1), old_steps)
+    new_rate = learning_rate(config, step, steps)
+    if new_rate <= 1.1 * old_rate:
+        return ""
+    return (
+        f"the learning rate jumps from {old_rate:.3g} to {new_rate:.3g}: the loss may rise. To "
+        f"continue at the old rate set optim.schedule=constant optim.lr={old_rate:.3g} "
+        "optim.warmup_steps=0; for one schedule over all steps, train again under another name"
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -155,7 +155,6 @@ HEAD = "lm_head.weight"
 EDITS = {
     "no lm_head": (edit("model.safetensors", HEAD, gone), f"lacks the weights {HEAD}"),
     "type": (lambda c: change_config(c, model_type="64"), "config.json that cannot be used"),
-    "value tables": (lambda c: change_config(c, value_embeddings=2), "only commit 98969e4 and"),
     "pickled": (pickle_weights, "no file named model.safetensors"),
     "optimizer": (
         lambda c: (c / OPTIMIZER).write_text("junk"),

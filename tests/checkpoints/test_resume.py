@@ -14,7 +14,7 @@ import pytest
 from checkpoints import evaluate, list_files
 from launching import ROOT, Launch, run_python
 from runs import FSDP, RECIPE, assert_same, read_lines, read_losses
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mixer.checkpoints.checkpoint import find_resume
 from mixer.common.errors import UserError
@@ -156,7 +156,7 @@ def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monke
     before = shutil.copytree(Path(__file__).parent / "written_before", tmp_path / "before")
     monkeypatch.chdir(before)
     result = evaluate("runs/small/step-4")
-    assert result["nats"] == pytest.approx(7313.401693820953)  # that version's eval.py
+    assert result["nats"] == pytest.approx(7313.401684761047)  # that version's eval.py
     expected = read_losses(before / "runs/small")
     config = before / "runs/small/config.yaml"
     command = (ROOT / "train.py", "--config", config)
@@ -165,22 +165,22 @@ def test_a_run_of_an_earlier_version_has_the_losses_it_had_there(tmp_path, monke
     assert read_losses(before / "runs/small") == pytest.approx(expected, rel=0, abs=1e-4)
 
 
-def test_the_optimizers_state_in_shards_of_an_earlier_version_goes_on_exactly(
-    write_config, finished
+def test_a_run_of_version_0_2_0_goes_on_with_the_backend_that_auto_stood_for(
+    write_config, finished, capsys
 ):
-    """Under FSDP each process wrote its own file, which lacked what it had nothing of."""
-    sharded = shutil.copytree(finished, finished.with_name("sharded"), symlinks=True)
-    file = sharded / "step-12/trainer_state/optimizer-1-of-1.safetensors"
-    state = load_file(file)
-    file.unlink()
-    for rank in range(2):
-        parts = {name: x.chunk(2)[rank : rank + 1] if x.ndim else [x] for name, x in state.items()}
-        own = {name: part[0].contiguous() for name, part in parts.items() if part}
-        save_file(own, file.with_name(f"optimizer-{rank + 1}-of-2.safetensors"))
-    list_files(sharded / "step-12")
-    for run in (finished, sharded):
-        train(load_config(str(write_config()), [f"name={run.name}", "train.steps=14"]))
-    assert_same(sharded, finished, 14)
+    """On some GPUs that was plain PyTorch, although our kernels run there."""
+    file = finished / "step-12/trainer_state/trainer.json"
+    mixing = {"backend": "dense", "keyed_backend": "cuda"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mixing": mixing}))
+    list_files(finished / "step-12")
+    model = train(load_config(str(write_config()), ["train.steps=13"]))
+    assert "mixing: auto uses dense, as the run did before" in capsys.readouterr().out
+    assert {layer.backend for layer in model.modules() if hasattr(layer, "backend")} == {"dense"}
+    later = finished / "step-13/trainer_state/trainer.json"
+    assert json.loads(later.read_text())["mixing"] == mixing
+    train(load_config(str(write_config()), ["train.steps=14", "model.mixing_backend=dense"]))
+    later = finished / "step-14/trainer_state/trainer.json"  # which chose for itself
+    assert json.loads(later.read_text())["mixing"] == {}
 
 
 def test_a_copied_run_whose_links_were_followed_goes_on_and_links_its_best_checkpoint(

@@ -2,20 +2,14 @@
 started with again.
 """
 
-import json
 import shutil
 
 import pytest
-import torch
 import yaml
-from checkpoints import list_files
 from runs import read_lines, refusal, state_files
-from safetensors.torch import load_file, save_file
 
-from mixer.common.errors import UserError
 from mixer.export import export
 from mixer.training.config import load_config
-from mixer.training.loop import train
 
 
 def test_a_changed_model_is_refused_naming_each_field_and_its_key(write_config, finished):
@@ -61,26 +55,6 @@ def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     said = refusal(write_config(), "optim.name=muon")
     assert "state of another optimizer: optim.name = muon (was adamw)" in said
     assert state_files(finished) == before
-
-
-def test_a_run_that_had_shared_lags_goes_on_without_them(write_config, finished, capsys):
-    """Earlier versions had the option. Its moments were part of the optimizer's state."""
-    state = finished / "step-12/trainer_state"
-    trainer = json.loads((state / "trainer.json").read_text())
-    trainer["settings"]["optim"] |= {"shared_lags": True, "shared_lags_lr": None}
-    (state / "trainer.json").write_text(json.dumps(trainer))
-    moments = load_file(state / "optimizer-1-of-1.safetensors")
-    name = next(name for name in moments if "/exp_avg" in name).partition("/")[0]
-    lags = {f"{name}/lag_exp_avg": torch.ones(3), f"{name}/lag_exp_avg_sq": torch.ones(3)}
-    save_file(moments | lags, state / "optimizer-1-of-1.safetensors")
-    list_files(finished / "step-12")
-    with pytest.raises(UserError, match="an old one continues with model"):
-        load_config(str(write_config()), ["optim.shared_lags=true"])
-    old = ["optim.shared_lags=false", "optim.shared_lags_lr=null"]
-    train(load_config(str(write_config()), [*old, "train.steps=13"]))
-    assert "its full mixing weights continue alone" in capsys.readouterr().out
-    later = load_file(finished / "step-13/trainer_state/optimizer-1-of-1.safetensors")
-    assert later.keys() == moments.keys() and later[f"{name}/step"] == moments[f"{name}/step"] + 1
 
 
 def test_other_settings_for_a_finished_run_are_named_refused_and_recorded_nowhere(

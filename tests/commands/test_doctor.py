@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mixer import doctor
-from mixer.ops import cuda
+from mixer.ops import build, cuda
 
 # As torch words them (c10/cuda/CUDAFunctions.cpp).
 BLIND = {
@@ -64,3 +64,20 @@ def test_a_gpu_has_no_problem_or_one_with_its_command(monkeypatch, capsys, capab
     assert status.value.code == len(commands) == (0 if fix is None else 1)
     assert all(re.search(fix, command) for command in commands)
     assert f"backend {'works' if fix is None else 'will not work'} here." in said
+
+
+def test_prebuilt_kernels_are_told_from_those_built_here(monkeypatch, capsys, tmp_path):
+    """Those for 8.0 also run on a GPU of 8.6."""
+    library = tmp_path / build.build_name((8, 0), build.SOURCES) / build.LIBRARY
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(cuda, "device_reason", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(8, 6), (9, 0)][index])
+    with pytest.raises(SystemExit):
+        doctor.main([])
+    states = re.findall(r"; (.*kernels.*)", capsys.readouterr().out)
+    assert states == ["prebuilt kernels run", "kernels built here run"]

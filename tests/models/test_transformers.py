@@ -153,17 +153,6 @@ def test_a_device_map_spreads_the_blocks(tmp_path, mixing):
     assert spread.model.layers[1].mlp.up_proj.weight.device.type == "meta"
 
 
-def test_value_embeddings_of_earlier_versions_are_refused_and_their_zero_start_is_not(tmp_path):
-    model = small_model(zero_init=True)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
-    model.config.value_embeddings = 2
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="value_embeddings = 2; only commit 98969e4 and earlier"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
 def test_gradient_checkpointing_has_the_same_gradients_and_no_cache():
     model = lively_model().train()
     ids = tokens(batch=2, length=6)

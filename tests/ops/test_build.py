@@ -27,7 +27,8 @@ WHOLE = 'for out; do :; done; echo whole > "$out"'  # a compiler's work, in shel
 
 
 @pytest.fixture(autouse=True)
-def cache(kernel_cache):
+def cache(kernel_cache, monkeypatch):
+    monkeypatch.setattr(build, "PREBUILT", kernel_cache / "none")
     return kernel_cache
 
 
@@ -155,7 +156,7 @@ def test_a_library_is_built_once_for_its_sources_and_needs_no_nvcc_then(tiny, mo
     assert (ctypes.CDLL(str(first)).answer(), ctypes.CDLL(str(second)).answer()) == (42, 43)
     monkeypatch.setattr(build.os, "access", lambda path, mode: False)
     assert build.library((8, 0), tiny) == second
-    with pytest.raises(UserError, match="pip install nvidia-cuda-nvcc"):
+    with pytest.raises(UserError, match=r"pip install 'cuda-toolkit\[nvcc,"):
         build.library((9, 0), tiny)
 
 
@@ -220,12 +221,9 @@ def test_a_gpu_that_nvcc_or_the_kernels_do_not_know_is_named(tiny, capability, m
         build.library(capability, tiny)
 
 
-@pytest.mark.parametrize("folder", ["cu13", "cuda_nvcc"])
-def test_nvcc_of_a_wheel_is_found(folder, fake_nvcc, tmp_path, monkeypatch):
-    """Where no variable names another and none is in PATH; CUDA 13's wheels have one folder for
-    all, those before one each.
-    """
-    path = fake_nvcc(folder)
+def test_nvcc_of_a_wheel_is_found(fake_nvcc, tmp_path, monkeypatch):
+    """Where no variable names another and none is in PATH."""
+    path = fake_nvcc("cu13")
     assert build.find_nvcc() == path  # CUDA_HOME comes first
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setenv("PATH", "")
@@ -264,6 +262,43 @@ def test_the_command_builds_although_there_is_a_library(fake_nvcc, tmp_path, mon
         assert (path.read_text(), in_use.read()) == ("another\n", "whole\n")
     output = capsys.readouterr().out
     assert str(path) in output and str(path.with_name("build.log")) in output
+
+
+# ------------------------------------------------------------------------- prebuilt
+
+
+@pytest.fixture
+def prebuilt(tiny, tmp_path, monkeypatch):
+    """A library for 8.0 that came with the package, and was built from the tiny sources."""
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    path = build.PREBUILT / build.build_name((8, 0), tiny) / build.LIBRARY
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def test_a_prebuilt_library_serves_its_gpus_and_sources_alone(prebuilt, tiny, fake_nvcc):
+    """Machine code runs on later minor versions of its GPU; whoever edits the sources builds."""
+    fake_nvcc()  # fails
+    assert build.library((8, 0), tiny) == build.library((8, 9), tiny) == prebuilt
+    with pytest.raises(UserError, match="could not build"):
+        build.library((9, 0), tiny)
+    (tiny / "tiny.cu").write_text(f"// edited in {tiny}\n{TINY}")
+    with pytest.raises(UserError, match="could not build"):
+        build.library((8, 0), tiny)
+
+
+def test_what_the_command_builds_replaces_a_prebuilt_library(prebuilt, tiny, fake_nvcc):
+    fake_nvcc(compiles=WHOLE)
+    built = build.library((8, 6), tiny, rebuild=True)
+    assert build.library((8, 6), tiny) == built != prebuilt
+    assert build.library((8, 0), tiny) == prebuilt
+
+
+def test_a_prebuilt_library_needs_no_cache(prebuilt, tiny, monkeypatch):
+    """Such as of a container's user without a home."""
+    monkeypatch.setenv("MIXER_CACHE", __file__)
+    assert build.library((8, 0), tiny) == prebuilt
 
 
 # ------------------------------------------------------------------------- cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.ops import cuda, keyed, triangular
+from mixer.ops import cuda, keyed, plain, triangular
 
 
 @pytest.fixture
@@ -17,6 +17,7 @@ def gpu(monkeypatch):
         triangular.warn_once.cache_clear()
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
         monkeypatch.setattr(cuda, "device_reason", lambda index: None)
+        monkeypatch.setattr(keyed, "fault", lambda *_: None)
         return torch.device("cuda", 0)
 
     return pretend
@@ -63,6 +64,60 @@ def test_keyed_mixing_takes_its_kernels_or_says_what_they_take(
     dtype = changes.get("dtype", torch.float16)
     key_size = changes.get("key_size", 64)
     context = changes.get("context", 512)
-    assert keyed.kernels_serve(gpu(capability), dtype, key_size, 64, context) == serve
+    assert keyed.kernels_serve(gpu(capability), dtype, key_size, 64, context, True) == serve
     message = f"for {dtype}, keys of {key_size} and values of 64"
     assert (message in caplog.text) == (not serve)
+
+
+@pytest.fixture
+def wrong_by(monkeypatch):
+    """Kernels that compute what plain PyTorch does on the CPU, times a factor; or that cannot run,
+    for a factor of None.
+    """
+
+    def pretend(factor: float | None) -> torch.device:
+        def times_factor(real):
+            def conv(*tensors):
+                if factor is None:
+                    raise RuntimeError("no kernel image is available")
+                return real(*tensors) * factor
+
+            return conv
+
+        def keyed_conv(query, key, value, mixing, bias, decay):
+            return plain.keyed_conv(query, key, value, None, bias, lags=mixing, decay=decay)
+
+        monkeypatch.setattr(cuda, "triangular_conv", times_factor(cuda.plain_conv))
+        monkeypatch.setattr(keyed, "by_kernels", times_factor(keyed_conv))
+        monkeypatch.setattr(cuda, "device_facts", lambda index: (80, 108))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+        device = torch.device("cpu")
+        monkeypatch.setattr(torch, "device", lambda *_: device)
+        return device
+
+    yield pretend
+    cuda.device_reason.cache_clear()
+    keyed.fault.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (1.0, None),
+        (1.1, "y differs by 1.0e-01 from plain PyTorch's"),
+        (float("nan"), "y differs by nan from plain PyTorch's"),
+        (None, "no kernel image is available"),
+    ],
+)
+def test_kernels_that_fail_or_are_wrong_on_a_gpu_are_not_used_there(wrong_by, factor, said):
+    """Whatever the modes of the call that comes first."""
+    device = wrong_by(factor)
+    cuda.device_reason.cache_clear()
+    keyed.fault.cache_clear()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        reason = cuda.device_reason(0)
+        fault = keyed.fault(device, torch.float16, 16, 16, True)
+    for problem in (reason, fault):
+        assert problem is None if said is None else said in problem
+    assert reason is None or "a GPU" in reason and reason.endswith("mixer.ops.build`")

@@ -21,8 +21,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 def test_random_cases_are_right(seed):
     rng = random.Random(seed)
     case = drawn(rng, [16, 32, 64, 128], [1, 63, 64, 65, 200, 512, 1000], DTYPES)
+    device = torch.device("cuda", 0)
     sizes = (case.key, case.value, case.context)
-    assert keyed.kernels_serve(torch.device("cuda", 0), case.dtype, *sizes)
+    for by_lag in (True, False):
+        assert keyed.kernels_serve(device, case.dtype, *sizes, by_lag)
     check(case, "cuda")
 
 

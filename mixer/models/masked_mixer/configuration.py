@@ -33,11 +33,6 @@ class MaskedMixerConfig(PreTrainedConfig):
     model_type = "masked_mixer"
 
     def __init__(self, **options):
-        if tables := options.pop("value_embeddings", 0):  # which earlier versions had
-            raise ValueError(
-                f"value_embeddings = {tables}; only commit 98969e4 and earlier can load such a "
-                "model: use that"
-            )
         model = ModelOptions(**{name: options.pop(name) for name in NAMES if name in options})
         if problems := option_problems(model) or shape_problems(model):
             raise ValueError("; ".join(problems))

@@ -1,0 +1,137 @@
+"""What a run will need: an estimate of its memory, and the banner that says it, with the sizes of
+the run, before the first step.
+"""
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from mixer.common.errors import UserError
+from mixer.common.hardware import lacks_bf16, memory_limit
+from mixer.common.terminal import counted
+from mixer.data.config import Manifest
+from mixer.distributed.world import World
+from mixer.models.architecture import model_class, model_config
+from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
+from mixer.training.config import RunConfig
+from mixer.training.start import State
+
+# ------------------------------------------------------------------------- memory
+
+
+def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
+    """The memory of a training step in one process, in units of 2^30 bytes, roughly.
+
+    Raises UserError where a CPU does not have it: the system would kill the run without a word.
+    """
+    on_gpu = world.device.type == "cuda"
+    config = model_config(run.model, data.vocab_size, data.eos_token_id)
+    with torch.device("meta"):  # where tensors have no memory
+        model = model_class(config)(config)
+    # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on several
+    # GPUs also the mean of their gradients (see Passes).
+    has_means = on_gpu and world.size > 1 and not world.is_sharded
+    state_bytes = (20 if has_means else 16) * model.num_parameters()
+    needed = activation_bytes(model, run, on_gpu)
+    needed += state_bytes / (world.size if world.is_sharded else 1)
+    if not on_gpu:
+        needed += psutil.Process().memory_info().rss
+        limit = memory_limit(world.device)
+        if needed > limit:
+            raise UserError(
+                f"training {run.directory} needs about {needed / 2**30:.1f} GB of memory, but "
+                f"the limit is {limit / 2**30:.1f}. {less_memory(run, world.device)}"
+            )
+    return needed / 2**30
+
+
+def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> float:
+    """What a step keeps for its backward pass, of a model of any architecture."""
+    config = model.config
+    blocks = config.num_hidden_layers
+    number = 4 if run.train.mixed_precision == "no" else 2  # bytes
+    context = run.model.max_position_embeddings
+    tokens = run.train.batch_size * run.objective.sample_tokens
+
+    # In fp32 the softmax of the logits and its gradient.
+    token_bytes = 2 * 4 * config.vocab_size if run.objective.reads_logits else 0
+    if run.train.recompute == "block":
+        token_bytes += number * blocks * config.hidden_size  # the input of each
+        return tokens * token_bytes
+    # What goes into and comes out of each linear layer, and of both norms of a block one of these.
+    head = model.get_output_embeddings()
+    for layer in model.modules():
+        if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
+            token_bytes += number * sum(layer.weight.shape)
+    token_bytes += number * blocks * 2 * config.hidden_size
+    if run.train.recompute == "activation":  # without that of the MLP
+        token_bytes -= number * blocks * config.intermediate_size
+    # Plain PyTorch also keeps numbers for each pair of tokens: the weights of a convolution, and of
+    # keyed mixing, in each text, its scores and how well tokens match.
+    texts = tokens // context
+    pair_bytes = 0
+    for layer in model.modules():
+        if isinstance(layer, TriangularConv) and not on_gpu:
+            pair_bytes += number * layer.heads * (2 * texts if isinstance(layer, KeyedConv) else 1)
+    return tokens * token_bytes + pair_bytes * context**2
+
+
+def less_memory(run: RunConfig, device: torch.device) -> str:
+    """What to change for a run that needs less memory: all that helps and is not done already."""
+    train = run.train
+    advice = []
+    compares_samples = run.objective.compares_samples
+    if train.batch_size > (2 if compares_samples else 1):
+        lower = "lower train.batch_size"
+        if not compares_samples:
+            lower += " and raise train.gradient_accumulation_steps by the same factor (the losses "
+            lower += "stay the same)"
+        advice.append(lower)
+    if train.recompute != "block":
+        advice.append("set train.recompute=block")
+    if train.mixed_precision == "no":
+        advice.append(f"set train.mixed_precision={'fp16' if lacks_bf16(device) else 'bf16'}")
+    advice.append("choose a smaller model")
+    return f"To need less: {'; or '.join(advice)}. Then run the same command again"
+
+
+# ------------------------------------------------------------------------- banner
+
+
+def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: World) -> str:
+    """What is printed before the first step. samples: of the training split; memory_gb: of
+    `needed_gb`.
+    """
+    parameters = state.model.num_parameters() / 1e6
+    is_mixer = run.model.architecture == "masked_mixer"
+    mixing = run.model.mixing_backend if is_mixer else "attention"
+    processes = counted(world.size, "process", "processes")
+    if world.is_sharded:
+        processes += ", FSDP"
+    on_gpu = world.device.type == "cuda"
+    device_name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
+    steps = run.train.steps
+    step_samples = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
+    step_tokens = step_samples * run.objective.sample_tokens
+    epochs = steps * step_samples / samples
+    begins = "a fresh start"
+    if state.resumed:
+        begins = f"resuming {state.resumed}"
+    elif run.train.init_from:
+        begins = f"a start from {run.train.init_from}"
+    is_finished = state.counters.step >= steps
+    if is_finished:
+        begins += f", already finished ({counted(steps, 'step')}); raise train.steps to continue"
+    lines = [
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
+        f"{device_name}",
+        f"{counted(steps, 'step')} of {counted(step_tokens, 'token')}, "
+        f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
+        f"about {memory_gb:.1f} GB of memory; {begins}",
+    ]
+    warmup_steps = run.optim.warmup_steps
+    if warmup_steps > steps and not is_finished:
+        lines.append(f"optim.warmup_steps = {warmup_steps} is cut to train.steps, {steps}")
+    return "\n".join(lines)
