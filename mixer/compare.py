@@ -23,19 +23,19 @@ from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import open_study
-from mixer.models.architecture import TRANSFORMERS
-from mixer.models.config import OF_MIXERS, OF_TRANSFORMERS, ModelConfig
+from mixer.models.config import TRANSFORMERS, unread_options
 from mixer.ops.plain import BACKENDS
 from mixer.training.config import flatten, load_config, read_override
+
+ENTRANTS = ", ".join([*BACKENDS, *TRANSFORMERS, "a config.json of transformers"])
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = command_parser("mixer.compare", __doc__)
     add = parser.add_argument
-    names = ", ".join([*BACKENDS, *TRANSFORMERS])
     add("--config", required=True, help="YAML file; section.key=value overrides it")
-    add("--backends", nargs="+", required=True, metavar="NAME", help=names)
+    add("--backends", nargs="+", required=True, metavar="NAME", help=ENTRANTS)
     add("--output", default="runs/compare", help="directory of the report; default: runs/compare")
     add("--seconds", type=float, help="training time of each model, instead of train.steps")
     add("--seeds", type=int, default=1, help="number of seeds per model; default: 1")
@@ -60,7 +60,9 @@ def plan_of(options: argparse.Namespace, overrides: dict) -> dict:
         raise UserError(f"{problem}; allowed: 1 or more of each, and finite seconds above 0")
     if overrides.keys() & {"name", "output_dir"}:
         raise UserError("a comparison takes no name and no output_dir: give --output PATH")
-    models = {name: entrant(name) for name in names}
+    models = {Path(name).name: entrant(name) for name in names}
+    if len(models) < len({*names}):
+        raise UserError(f"--backends {' '.join(names)}: two files have one name; give them others")
     run = load_config(options.config, [])
     common = {"logging.log_every": run.logging.log_every}
     common |= dict(flatten(read_yaml(as_path(options.config)))) | overrides
@@ -73,16 +75,20 @@ def plan_of(options: argparse.Namespace, overrides: dict) -> dict:
 
 
 def entrant(name: str) -> dict:
-    """The options of a mixing backend, or of a transformer as wide as the configured model."""
+    """The options of a mixing backend, of a transformer as wide as the configured model, or of the
+    model that a file describes.
+    """
     if name in BACKENDS:
-        model_options = {"model.architecture": "masked_mixer", "model.mixing_backend": name}
-        return model_options | {f"model.{key}": None for key in OF_TRANSFORMERS}
-    if name not in TRANSFORMERS:
-        allowed = ", ".join([*BACKENDS, *TRANSFORMERS])
-        raise UserError(f"--backends {name}; allowed: {allowed}; other models need a plan")
-    # With an MLP of default width it has about as many parameters as a masked mixer of its width.
-    model_options = {"model.architecture": name, "model.intermediate_size": None}
-    return model_options | {f"model.{key}": getattr(ModelConfig(), key) for key in OF_MIXERS}
+        of_model = {"architecture": "masked_mixer", "mixing_backend": name}
+    elif name in TRANSFORMERS:
+        # With an MLP of default width it has about as many parameters as a mixer of its width.
+        of_model = {"architecture": name, "intermediate_size": None}
+    elif name.endswith(".json"):
+        of_model = {"architecture": "auto", "config": name}
+    else:
+        raise UserError(f"--backends {name}; allowed: {ENTRANTS}; other models need a plan")
+    of_model |= unread_options(of_model["architecture"])
+    return {f"model.{key}": value for key, value in of_model.items()}
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path, check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
+from mixer.models.auto import is_registered
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
@@ -139,6 +140,7 @@ def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
 def load_model_config(directory: Path) -> PreTrainedConfig:
     """Raises UserError for a config.json that the installed transformers cannot use."""
     try:
+        is_registered(read_json(directory / "config.json", REMEDY).get("model_type", ""))
         config = AutoConfig.from_pretrained(
             str(directory), trust_remote_code=False, local_files_only=True
         )
@@ -152,15 +154,13 @@ def load_model_config(directory: Path) -> PreTrainedConfig:
     return config
 
 
-def load_model(
-    directory: Path, config: PreTrainedConfig, model_class: type = AutoModelForCausalLM
-) -> PreTrainedModel:
-    """The directory's model of this class in fp32, on the CPU. Raises UserError if its weights
-    cannot be read, are incomplete, or are not finite floating-point numbers.
+def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The directory's model in fp32, on the CPU. Raises UserError if its weights cannot be read,
+    are incomplete, or are not finite floating-point numbers.
     """
     disable_progress_bar()
     try:
-        model, loading = model_class.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             str(directory),
             config=config,
             dtype=torch.float32,

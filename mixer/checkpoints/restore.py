@@ -26,7 +26,7 @@ from mixer.common.errors import UserError, first_line
 from mixer.data.config import Manifest
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
-from mixer.models.architecture import model_class
+from mixer.models.architecture import for_training
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 
 # What a resume may change in the model's configuration, what transformers records in it, and what
@@ -107,18 +107,26 @@ def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     cannot be read, or has another configuration, naming each field that differs.
     """
     saved = pretrained.load_model_config(checkpoint)
-    fields = [name for name in type(config)().to_dict() if name not in FREE]
+    saved_values = _compared(saved)
+    values = _compared(config)
     if type(saved) is not type(config):
-        fields = ["model_type"]
-    saved_values = {name: getattr(saved, name, None) for name in fields}
-    values = {name: getattr(config, name, None) for name in fields}
+        saved_values = {"model_type": saved.model_type}
+        values = {"model_type": config.model_type}
+    # A checkpoint from elsewhere may have entries that nothing reads.
+    saved_values = {name: saved_values.get(name) for name in values}
     if differing := differences(saved_values, values):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; restore these (in model.*; "
             "for model_type, model.architecture; for vocab_size and eos_token_id, data.*), or "
             "choose another name or checkpoint"
         )
-    return pretrained.load_model(checkpoint, config, model_class(config))
+    return for_training(pretrained.load_model(checkpoint, config))
+
+
+def _compared(config: PreTrainedConfig) -> dict[str, Any]:
+    """The entries that decide what weights compute, as JSON has them: a file has no tuples."""
+    values = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    return json.loads(json.dumps(values, default=str))
 
 
 def take_backends(model: PreTrainedModel, mixing: dict[str, str], world: World) -> None:

@@ -28,6 +28,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size
+from mixer.models.config import with_content
 from mixer.training.config import RunConfig, flatten, load_config
 
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
@@ -115,7 +116,10 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
         """All options of a run or model of the plan; later ones win."""
         entry = dict(entry or {})
         entry_recipe = recipe(entry.pop("recipe", None))
-        return recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
+        merged = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
+        if isinstance(merged.get("model.config"), str):  # the results keep what was trained
+            merged["model.config"] = with_content(merged["model.config"])
+        return merged
 
     runs = [Run(name, settings(entry)) for name, entry in plan.get("runs", {}).items()]
     models = [

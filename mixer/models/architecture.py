@@ -1,92 +1,258 @@
-"""A run's model by its configuration: a masked mixer, or a transformer to compare with."""
+"""A run's model by its configuration: a masked mixer, or a transformers model to compare with; and
+what training needs to know of any such model: its blocks, its final norm, its FLOPs.
+"""
 
+import difflib
+import re
 from dataclasses import fields
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
-    LlamaForCausalLM,
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3ForCausalLM,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from mixer.common.errors import UserError, first_line
+from mixer.common.hardware import is_out_of_memory
+from mixer.models.auto import is_registered
 from mixer.models.config import ModelConfig, attention_heads
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.model_options import MixerOptions
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.models.shifted_qwen3 import ShiftedQwen3ForCausalLM
 from mixer.ops.plain import in_autocast_dtype
 
 # For an attention of another name transformers makes no mask, and does not search for texts that
 # are packed into one row, for which it would wait for the GPU in every step.
 AttentionInterface.register("causal", AttentionInterface()["sdpa"])
 
-
-class Transformer:
-    """A transformers model with what masked mixers have: `flops_per_token`, and under autocast a
-    residual stream in the autocast type. It reads no attention_mask: padding follows the text.
-    """
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
-        self.set_attn_implementation("causal")
-        self.model.embed_tokens.register_forward_hook(
-            lambda embedding, arguments, x: in_autocast_dtype(x)[0]
-        )
-
-    def flops_per_token(self) -> dict[str, float]:
-        """As MaskedMixerForCausalLM.flops_per_token; `token_mixing` is attention without its
-        projections. A token attends to (tokens + 1) / 2 tokens on average.
-        """
-        config = self.config
-        tokens = config.max_position_embeddings
-        layers = [module for module in self.modules() if isinstance(module, nn.Linear)]
-        linear = sum(2 * layer.weight.numel() for layer in layers)
-        # the scores, and the sum of the values
-        mixing = config.num_hidden_layers * 2 * 2 * config.hidden_size * (tokens + 1) / 2
-        return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}
+# Of a configuration file, what describes other weights than those of a new model in fp32.
+UNREAD = ("dtype", "torch_dtype", "quantization_config", "auto_map", "architectures")
+UNREAD += ("transformers_version", "_name_or_path", "model_type")
 
 
-class Llama(Transformer, LlamaForCausalLM):
-    """Queries and keys without norms (arXiv 2302.13971)."""
-
-
-class Qwen3(Transformer, Qwen3ForCausalLM):
-    """RMS-normed queries and keys (arXiv 2505.09388): the transformer of today."""
-
-
-class ShiftedQwen3(Transformer, ShiftedQwen3ForCausalLM):
-    """Qwen3 with the shifted keys that mixers may have."""
-
-
-TRANSFORMERS = {"llama": Llama, "qwen3": Qwen3, "shifted_qwen3": ShiftedQwen3}  # by architecture
-MODELS = {"masked_mixer": MaskedMixerForCausalLM, **TRANSFORMERS}
+# ------------------------------------------------------------------------- its configuration
 
 
 def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:
-    """The transformers configuration of a run's model, for a tokenizer's vocabulary."""
+    """The transformers configuration of a run's model, for a tokenizer's vocabulary. Raises
+    UserError for a model.config that describes no causal language model of transformers.
+    """
     if model.architecture == "masked_mixer":
         options = {item.name: getattr(model, item.name) for item in fields(MixerOptions)}
         return MaskedMixerConfig(vocab_size=vocab_size, eos_token_id=eos_token_id, **options)
+    of_run = {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "eos_token_id": eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": None,  # a token of padding would get no embedding
+    }
+    if model.architecture == "auto":
+        return _config_of_file(model.config, of_run)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)
-    return TRANSFORMERS[model.architecture].config_class(
-        vocab_size=vocab_size,
-        eos_token_id=eos_token_id,
+    return CONFIG_MAPPING[model.architecture](
+        **of_run,
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_hidden_layers,
-        max_position_embeddings=model.max_position_embeddings,
         intermediate_size=model.intermediate_size or default_width,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=model.hidden_size // heads,
         rms_norm_eps=model.layer_norm_eps,
         tie_word_embeddings=model.tie_word_embeddings,
-        bos_token_id=None,
     )
 
 
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of the model that `model_config` describes."""
-    return next(model for model in MODELS.values() if model.config_class is type(config))
+def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration that a file's values describe, with those of the run in place of its own,
+    and without dropout, since steps draw no random numbers.
+    """
+    model_type = values["model_type"]
+    _check_type(model_type, values)
+    config_class = CONFIG_MAPPING[model_type]
+    entries = {name: value for name, value in values.items() if name not in (*UNREAD, *of_run)}
+    # A class may have a name of its own for a value, such as n_positions for the context.
+    other_names = config_class.attribute_map
+    entries |= {other_names.get(name, name): value for name, value in of_run.items()}
+    try:
+        _check_names(entries, {*config_class().to_dict(), *other_names, *of_run})
+        config = config_class(**entries)
+        is_composite = config.get_text_config() is not config
+    except UserError:
+        raise
+    except Exception as error:  # each class raises its own kinds
+        raise UserError(f"model.config: {model_type} refuses it: {first_line(error)}") from None
+    if is_composite:
+        raise UserError(
+            f"model.config: {model_type} is made of several models; allowed: one for text alone, "
+            f"such as {model_type}_text: give its text_config as the file"
+        )
+    for name, value in config.to_dict().items():
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _check_type(model_type: str, values: dict[str, Any]) -> None:
+    """Raises UserError unless AutoModelForCausalLM has models of this type."""
+    problem = ""
+    if not is_registered(model_type):
+        problem = "is unknown to the installed transformers"
+        if "auto_map" in values:
+            problem += ", and code that comes with a model (auto_map) is not run"
+    elif CONFIG_MAPPING[model_type] not in AutoModelForCausalLM._model_mapping:
+        problem = "is no causal language model"
+    if problem:
+        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        near = difflib.get_close_matches(model_type, names, 3) or ["llama", "lfm2", "mamba2"]
+        raise UserError(
+            f"model.config: model_type {model_type!r} {problem}; allowed: those of "
+            f"AutoModelForCausalLM, such as {', '.join(near)}"
+        )
+
+
+def _check_names(entries: dict[str, Any], names: set[str]) -> None:
+    """Raises UserError for a name that is misspelt. Names unlike any other are let through: files
+    have some that classes read without listing them, and some that nothing reads any more.
+    """
+    names = {name for name in names if not name.startswith("_")}
+    for entry in entries.keys() - names:
+        near = difflib.get_close_matches(entry, names - entries.keys(), 1, cutoff=0.9)
+        if near:
+            raise UserError(f"model.config: unknown key {entry}; did you mean {near[0]}?")
+
+
+# ------------------------------------------------------------------------- the model
+
+
+def new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model that `model_config` describes, with initial weights."""
+    return for_training(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+
+
+def for_training(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, a transformer of which is changed to what masked mixers do: its residual stream
+    has the autocast type, and it reads no attention_mask, as padding follows the text.
+    """
+    if isinstance(model, MaskedMixerForCausalLM):
+        return model
+    model.get_input_embeddings().register_forward_hook(
+        lambda embedding, arguments, x: in_autocast_dtype(x)[0]
+    )
+    if model.config._attn_implementation == "sdpa" and not has_windows(model.config):
+        model.set_attn_implementation("causal")
+    return model
+
+
+def has_windows(config: PreTrainedConfig) -> bool:
+    """Whether some attention sees the last tokens alone, for which it needs a mask."""
+    endings = ("window", "window_size", "attention_chunk_size")
+    windows = [value for name, value in vars(config).items() if name.endswith(endings)]
+    layer_types = " ".join(map(str, getattr(config, "layer_types", None) or ()))
+    return any(windows) or re.search("sliding|chunked|local", layer_types) is not None
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Raises UserError for a model of `architecture=auto` that cannot compute a text, or whose
+    logits depend on later tokens: it would learn to copy them.
+    """
+    config = model.config
+    tokens = min(8, config.max_position_embeddings)
+    ids = torch.arange(2 * tokens, device=model.device).remainder(config.vocab_size)
+    texts = ids[:tokens].repeat(2, 1)
+    texts[1, -1] = ids[-1]  # they differ in the last token alone
+    was_training = model.training
+    try:
+        first, second = model.eval()(texts, use_cache=False).logits[:, :-1].float()
+    except Exception as error:  # each model raises its own kinds
+        if is_out_of_memory(error):
+            raise
+        problem = f"cannot compute {tokens} tokens ({first_line(error)})"
+        raise UserError(f"model.config: this {config.model_type} {problem}") from error
+    finally:
+        model.train(was_training)
+    if (first - second).abs().max() > 1e-5 * first.abs().max():
+        raise UserError(
+            f"model.config: this {config.model_type} sees later tokens, as an encoder does; "
+            'allowed: a causal model (for some types with "is_decoder": true in the file)'
+        )
+
+
+# ------------------------------------------------------------------------- its parts
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks, by the class that transformers has for them; in models without, the modules of
+    the list that has num_hidden_layers of them.
+    """
+    blocks = []
+    names: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in names)
+        if isinstance(module, GradientCheckpointingLayer) and not is_inside:
+            blocks.append(module)
+            names.append(name)
+    layers = getattr(model.config, "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return blocks or next((list(modules) for modules in lists if len(modules) == layers), [])
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module | None:
+    """The last direct part of the base model that has vectors and no matrices, if there is one."""
+    norm = None
+    for module in model.base_model.children():
+        parameters = list(module.parameters())
+        if parameters and all(parameter.ndim == 1 for parameter in parameters):
+            norm = module
+    return norm
+
+
+def flops_per_token(model: PreTrainedModel, tokens: int) -> dict[str, float]:
+    """FLOPs of one training step per token of a text of so many tokens, with the entries of
+    MaskedMixerForCausalLM.flops_per_token, whose numbers a masked mixer has.
+
+    A transformer's are those of its matrices and convolutions, of experts as many as a token goes
+    to; and `token_mixing`, its attention without projections. The states of recurrences, such as
+    Mamba's, are left out: they depend on how they are computed, and are small beside the matrices.
+    """
+    if isinstance(model, MaskedMixerForCausalLM):
+        return model.flops_per_token()
+    products = 0.0
+    mixing = 0.0
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding):
+            products += sum(2 * used_weights(w, module, model) for w in module.parameters(False))
+        if getattr(module, "is_causal", False) and "Linear" not in type(module).__name__:
+            mixing += attention_flops(module, model.config, tokens)
+    return {"useful": 3.0 * (products + mixing), "token_mixing": 3.0 * mixing}
+
+
+def used_weights(parameter: Tensor, module: nn.Module, model: PreTrainedModel) -> float:
+    """How many numbers of a parameter a token is multiplied with."""
+    if parameter.ndim == 1:
+        return 0
+    if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):  # (experts, rows, columns)
+        experts = len(parameter)
+        share = getattr(model.config, "num_experts_per_tok", experts) / experts
+        return share * parameter.numel()
+    return parameter.numel()
+
+
+def attention_flops(attention: nn.Module, config: PreTrainedConfig, tokens: int) -> float:
+    """Of the scores, and of the sum of the values, for a token that sees itself and all earlier
+    ones, or those in a window.
+    """
+    heads = config.num_attention_heads
+    channels = heads * getattr(attention, "head_dim", config.hidden_size // heads)
+    window = min(getattr(attention, "sliding_window", None) or tokens, tokens)
+    seen = window - window * (window - 1) / (2 * tokens)  # on average
+    return 2 * 2 * channels * seen

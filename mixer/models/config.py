@@ -4,11 +4,15 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mixer.common.errors import UserError
+from mixer.common.files import as_path, read_json
 from mixer.common.options import option, option_problems
 from mixer.models.masked_mixer.model_options import MixerOptions, shape_problems
 
 # By their names in config.json. The classes are in mixer/models/architecture.py.
-ARCHITECTURES = ("masked_mixer", "llama", "qwen3", "shifted_qwen3")
+TRANSFORMERS = ("llama", "qwen3", "shifted_qwen3")  # built of options
+ARCHITECTURES = ("masked_mixer", *TRANSFORMERS, "auto")
+CONFIG_REMEDY = "give a config.json of transformers, as in configs/models"
 
 
 @dataclass
@@ -21,8 +25,15 @@ class ModelConfig(MixerOptions):
         "masked_mixer",
         "masked_mixer, or a transformer to compare with: qwen3, shifted_qwen3 (qwen3 with "
         "mixer_key_shift) or llama (no norms of queries and keys). Its intermediate_size is 8/3 x "
-        "hidden_size by default: its three matrices have as many parameters as a mixer's two",
+        "hidden_size by default: its three matrices have as many parameters as a mixer's two. "
+        "auto: what model.config describes",
         choices=ARCHITECTURES,
+    )
+    config: str | dict | None = option(
+        None,
+        "of architecture auto: a JSON file as transformers' config.json, of any causal language "
+        "model, or its content. Vocabulary, special tokens and context are those of the run, and "
+        "there is no dropout",
     )
     num_attention_heads: int | None = option(
         None,
@@ -32,7 +43,7 @@ class ModelConfig(MixerOptions):
     )
 
 
-# Options that all architectures have. All others of MixerOptions are of masked mixers alone.
+# Options that mixers and transformers have.
 SHARED = (
     "hidden_size",
     "num_hidden_layers",
@@ -41,24 +52,35 @@ SHARED = (
     "layer_norm_eps",
     "tie_word_embeddings",
 )
-OF_MIXERS = tuple(item.name for item in fields(MixerOptions) if item.name not in SHARED)
-OF_TRANSFORMERS = ("num_attention_heads",)
+OF_MIXERS = tuple(item.name for item in fields(MixerOptions))
+OF_TRANSFORMERS = (*SHARED, "num_attention_heads")
+OF_AUTO = ("max_position_embeddings", "config")
+
+
+def unread_options(architecture: str) -> dict[str, Any]:
+    """The options that an architecture does not have, with their defaults."""
+    read = {"masked_mixer": OF_MIXERS, "auto": OF_AUTO}.get(architecture, OF_TRANSFORMERS)
+    items = [item for item in fields(ModelConfig) if item.name not in ("architecture", *read)]
+    return {item.name: item.default for item in items}
 
 
 def model_problems(model: ModelConfig) -> list[str]:
     """One line for each rule broken by options that are allowed alone, but not together."""
     if option_problems(model):  # the rules below need options that are allowed by themselves
         return []
-    is_mixer = model.architecture == "masked_mixer"
-    heads = attention_heads(model)
     problems = [
-        f"{name} is {getattr(model, name)!r}, which architecture {model.architecture} does not "
-        f"have; leave it out, or set model.{name}={json.dumps(getattr(ModelConfig, name))}"
-        for name in (OF_TRANSFORMERS if is_mixer else OF_MIXERS)
-        if getattr(model, name) != getattr(ModelConfig, name)
+        f"{name} is {getattr(model, name)!r:.60}, which architecture {model.architecture} does not "
+        f"have; leave it out, or set model.{name}={json.dumps(default)}"
+        for name, default in unread_options(model.architecture).items()
+        if getattr(model, name) != default
     ]
-    if is_mixer:
+    if model.architecture == "masked_mixer":
         return problems + shape_problems(model)
+    if model.architecture == "auto":
+        if model.config is None:
+            problems.append(f"config is null; {CONFIG_REMEDY}")
+        return problems
+    heads = attention_heads(model)
     if model.hidden_size % (2 * heads):  # a rotary embedding turns pairs of channels
         problems.append(
             f"num_attention_heads is {heads}; allowed: 1 or more, that divide hidden_size "
@@ -67,23 +89,35 @@ def model_problems(model: ModelConfig) -> list[str]:
     return problems
 
 
+def with_content(config: str | dict | None) -> dict[str, Any] | None:
+    """What model.config stands for, a file's content in place of its name. Raises UserError for a
+    file that cannot be read, and for content without a model_type.
+    """
+    if isinstance(config, str):
+        return read_json(as_path(config), CONFIG_REMEDY, required={"model_type": str})
+    if config is not None and not isinstance(config.get("model_type"), str):
+        raise UserError(f"it has no model_type: {CONFIG_REMEDY}")
+    return config
+
+
 def attention_heads(model: ModelConfig) -> int:
     """Of a transformer: as configured, or as many as have 64 channels each."""
     return model.num_attention_heads or max(1, model.hidden_size // 64)
 
 
 def saved_options(config: dict[str, Any]) -> dict[str, Any]:
-    """What `model_config` made a config.json of: the options of the section `model`, as far as they
-    are there; empty for a model of another kind. The backend is the machine's, not the model's.
+    """What `model_config` made a config.json of, or makes one like it of: the options of the
+    section `model`, as far as they are there. The backend is the machine's, not the model's.
     """
     architecture = config.get("model_type")
-    if architecture not in ARCHITECTURES:
-        return {}
+    if architecture not in (*TRANSFORMERS, "masked_mixer"):
+        saved = {"architecture": "auto", "config": config} if architecture else {}
+        return saved | {name: config[name] for name in OF_AUTO[:1] if name in config}
     # By option, its name in config.json.
     if architecture == "masked_mixer":
-        saved_names = {name: name for name in (*SHARED, *OF_MIXERS) if name != "mixing_backend"}
+        saved_names = {name: name for name in OF_MIXERS if name != "mixing_backend"}
     else:
-        saved_names = {name: name for name in (*SHARED, *OF_TRANSFORMERS)}
+        saved_names = {name: name for name in OF_TRANSFORMERS}
         saved_names["layer_norm_eps"] = "rms_norm_eps"
     options = {name: config[saved] for name, saved in saved_names.items() if saved in config}
     return {"architecture": architecture} | options

@@ -13,6 +13,7 @@ from mixer.common.errors import Say, processes
 from mixer.data.config import TEXTS, DataConfig
 from mixer.data.prepare import Data, open_data
 from mixer.distributed.world import Process
+from mixer.models.architecture import blocks_of
 from mixer.objectives.config import OBJECTIVES, ObjectiveConfig
 
 Group = dist.ProcessGroup | None  # None for one process
@@ -34,10 +35,12 @@ class Loss(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        # accelerate reads this: the class of the blocks, which FSDP shards one by one.
-        self._no_split_modules = model._no_split_modules
 
-    # accelerate calls these two: FSDP shards the embeddings apart from the blocks.
+    # accelerate asks for these three: FSDP shards the embeddings and each of the blocks apart.
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        return sorted({type(block).__name__ for block in blocks_of(self.model)})
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()

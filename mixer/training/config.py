@@ -18,7 +18,7 @@ from mixer.common.options import allowed_values, as_type, option, option_problem
 from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, unused_options, without_unused
-from mixer.models.config import ModelConfig, model_problems, saved_options
+from mixer.models.config import ModelConfig, model_problems, saved_options, with_content
 from mixer.objectives.config import ObjectiveConfig
 
 if TYPE_CHECKING:
@@ -102,7 +102,11 @@ class OptimConfig:
     )
     mixing_lr: float = option(1.0, "rate of full mixing weights, as a multiple of lr", above=0)
     matrices_lr: float = option(1.0, "rate of linear layers, as a multiple of lr", above=0)
-    vectors_lr: float = option(1.0, "rate of biases and norms, as a multiple of lr", above=0)
+    vectors_lr: float = option(
+        1.0,
+        "rate of biases, norms, short convolutions and recurrences, as a multiple of lr",
+        above=0,
+    )
 
 
 @dataclass
@@ -190,6 +194,11 @@ def load_config(
     if run.train.init_from and not problems:
         _take_model(run, {key for key, _, _ in entries})
         problems += option_problems(run.model, "model.")
+    if not problems:
+        try:
+            run.model.config = with_content(run.model.config)
+        except UserError as error:
+            problems.append(f"model.config: {error}")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
     problems = problems or _clashes(run) or run.objective.problems()
     if problems:
@@ -239,11 +248,13 @@ def describe_options() -> str:
 
 
 def flatten(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """{"a": {"b": 1}} -> [("a.b", 1)]; an empty section gives nothing."""
+    """{"a": {"b": 1}} -> [("a.b", 1)]; an empty section gives nothing, and the value of an option
+    stays whole.
+    """
     entries = []
     for name, value in node.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and (value or key in SECTIONS):
+        if isinstance(value, dict) and (value or key in SECTIONS) and key not in OPTIONS:
             entries += flatten(value, f"{key}.")
         elif value is not None or key not in SECTIONS:
             entries.append((key, value))

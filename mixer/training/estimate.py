@@ -13,7 +13,7 @@ from mixer.common.hardware import lacks_bf16, memory_limit
 from mixer.common.terminal import counted
 from mixer.data.config import Manifest
 from mixer.distributed.world import World
-from mixer.models.architecture import model_class, model_config
+from mixer.models.architecture import blocks_of, model_config, new_model
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 from mixer.training.config import RunConfig
 from mixer.training.start import State
@@ -29,7 +29,7 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
     on_gpu = world.device.type == "cuda"
     config = model_config(run.model, data.vocab_size, data.eos_token_id)
     with torch.device("meta"):  # where tensors have no memory
-        model = model_class(config)(config)
+        model = new_model(config)
     # Beside each weight its gradient and the optimizer's state, AdamW's two numbers; on several
     # GPUs also the mean of their gradients (see Passes).
     has_means = on_gpu and world.size > 1 and not world.is_sharded
@@ -50,7 +50,7 @@ def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
 def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> float:
     """What a step keeps for its backward pass, of a model of any architecture."""
     config = model.config
-    blocks = config.num_hidden_layers
+    blocks = len(blocks_of(model))
     number = 4 if run.train.mixed_precision == "no" else 2  # bytes
     context = run.model.max_position_embeddings
     tokens = run.train.batch_size * run.objective.sample_tokens
@@ -106,7 +106,7 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     """
     parameters = state.model.num_parameters() / 1e6
     is_mixer = run.model.architecture == "masked_mixer"
-    mixing = run.model.mixing_backend if is_mixer else "attention"
+    mixing = run.model.mixing_backend if is_mixer else f"of {state.model.config.model_type}"
     processes = counted(world.size, "process", "processes")
     if world.is_sharded:
         processes += ", FSDP"

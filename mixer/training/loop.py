@@ -347,7 +347,9 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
 
 
 def too_large(run: RunConfig, device: torch.device) -> UserError:
-    names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+    names = ["max_position_embeddings"]
+    if run.model.architecture != "auto":
+        names += ["hidden_size", "num_hidden_layers"]
     sizes = [f"train.batch_size = {run.train.batch_size}"]
     sizes += [f"model.{name} = {getattr(run.model, name)}" for name in names]
     remedy = less_memory(run, device)

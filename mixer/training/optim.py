@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D  # a linear layer, of weights (columns, rows)
 
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.hardware import lacks_bf16
 from mixer.training.config import LAGS_LR, LONG, LONG_LAGS_LR, OPTIMIZERS, OptimConfig
 from mixer.training.muon import Muon, skip_and_scale
 
+ROUTERS = ("router", "gate")  # names of linear layers that choose experts
 MOST_SKIPPED = 50  # so many skipped steps in a row end a run
 Processes = dist.ProcessGroup | None  # that hold the same model and may share work
 Compile = Callable[[Callable], Callable] | None  # makes functions of whole parameters faster
@@ -29,39 +31,54 @@ Compile = Callable[[Callable], Callable] | None  # makes functions of whole para
 class Kinds:
     """The trainable parameters of a model, by what they are."""
 
-    matrices: list[nn.Parameter] = field(default_factory=list)  # of linear layers inside the blocks
+    matrices: list[nn.Parameter] = field(default_factory=list)  # of linear layers, see kinds_of
     # The rows of each layer where several stand one below another in a matrix, as queries, keys and
     # values do.
     rows: dict[nn.Parameter, tuple[int, ...]] = field(default_factory=dict)
     mixing: list[nn.Parameter] = field(default_factory=list)  # (heads, taps, context, context)
     lags: list[nn.Parameter] = field(default_factory=list)  # (heads, taps, context)
-    embeddings: list[nn.Parameter] = field(default_factory=list)  # of tokens, input and output
-    vectors: list[nn.Parameter] = field(default_factory=list)  # biases and norms
+    # Of tokens, input and output; and of transformers, routers and experts (experts, rows, columns)
+    embeddings: list[nn.Parameter] = field(default_factory=list)
+    vectors: list[nn.Parameter] = field(default_factory=list)  # biases, norms, short convolutions
 
 
 def kinds_of(model: nn.Module) -> Kinds:
     """Sorts a model's parameters. A module with a method `kind_of(name)` says what its own are; a
-    mixing bias (heads, context) counts as a vector.
+    mixing bias (heads, context) counts as a vector. Of the others, by this order:
+
+    - vectors are biases, what has one dimension or one row, convolutions of each channel by itself
+      (channels, 1, taps), and the decay rates of recurrences;
+    - matrices are the weights of linear layers, but for the output layer and routers of experts;
+    - all else counts as embeddings.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     kinds = Kinds()
     seen = set()
-    for module in model.modules():
+    for path, module in model.named_modules():
+        is_linear = isinstance(module, (nn.Linear, Conv1D))
+        is_router = path.rpartition(".")[2] in ROUTERS
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or parameter in seen:  # tied weights have two owners
                 continue
             seen.add(parameter)
             if hasattr(module, "kind_of"):
                 field_name = module.kind_of(name)
-            elif name.endswith("bias") or parameter.ndim == 1:
+            elif is_vector(name, parameter, module):
                 field_name = "vectors"
+            elif is_linear and module is not output and not is_router:
+                field_name = "matrices"
             else:
-                is_matrix = isinstance(module, nn.Linear) and module is not output
-                field_name = "matrices" if is_matrix else "embeddings"
+                field_name = "embeddings"
             getattr(kinds, field_name).append(parameter)
             if field_name == "matrices" and len(getattr(module, "projection_sizes", ())) > 1:
                 kinds.rows[parameter] = module.projection_sizes
     return kinds
+
+
+def is_vector(name: str, parameter: Tensor, module: nn.Module) -> bool:
+    is_row = parameter.numel() == max(parameter.shape, default=1)
+    is_convolution = isinstance(module, nn.Conv1d)
+    return name.endswith("bias") or name == "A_log" or is_row or is_convolution
 
 
 class ChainedOptimizer(torch.optim.Optimizer):

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import mixer.ops
 from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
+from mixer.models.architecture import blocks_of, final_norm, flops_per_token
 from mixer.objectives.objective import Group, Loss
 from mixer.training.config import RunConfig
 
@@ -35,7 +35,8 @@ def build_loss(model: PreTrainedModel, run: RunConfig, group: Group = None) -> L
 def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
     """Of a training step per token; without an output layer where nothing reads its logits."""
     unread = model.get_output_embeddings().weight.numel() * (not run.objective.reads_logits)
-    return model.flops_per_token()["useful"] - 6.0 * unread
+    flops = flops_per_token(model, run.model.max_position_embeddings)
+    return flops["useful"] - 6.0 * unread
 
 
 def obstacle_to_graph(run: RunConfig, world: World) -> str:
@@ -56,6 +57,8 @@ def obstacle_to_graph(run: RunConfig, world: World) -> str:
     if train.cuda_graphs == "auto" and torch.cuda.get_device_capability(world.device) < HOPPER:
         # and DDP sums gradients beside the backward pass, over slower links too
         return "this GPU computes for longer than the CPU needs to launch it"
+    if train.cuda_graphs == "auto" and run.model.architecture == "auto":
+        return "the model may need the CPU in the middle; train.cuda_graphs=true tries it"
     return ""
 
 
@@ -106,8 +109,9 @@ def compiled_parts(loss: Loss) -> list[tuple[nn.Module, str]]:
     """The methods to compile, as (module, name of the method): each block's, the final norm's, and
     the loss's own.
     """
-    modules = [m for m in loss.modules() if isinstance(m, GradientCheckpointingLayer)]
-    modules.append(loss.model.base_model.norm)
+    modules = blocks_of(loss.model)
+    if norm := final_norm(loss.model):
+        modules = [*modules, norm]
     own_methods = [(loss, name) for name in loss.compiled_methods]
     return [(module, "forward") for module in modules] + own_methods
 

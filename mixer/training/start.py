@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.settings import changed_settings, in_words, recorded_settings
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
 from mixer.common.hardware import check_precision
 from mixer.data.prepare import Data
 from mixer.distributed.world import World
-from mixer.models.architecture import model_class, model_config
+from mixer.models.architecture import check_causal, model_config, new_model
 from mixer.training.config import RunConfig, used_configuration
 from mixer.training.optim import build_optimizer, check_optimizer, jump_of_rate
 from mixer.training.passes import (
@@ -67,6 +67,24 @@ def check_run(run: RunConfig, world: World) -> None:
         raise UserError(
             f"model.mixing_backend is cuda, but training is on the {world.device.type}; allowed "
             "there: auto, dense"
+        )
+    check_model(run)
+
+
+def check_model(run: RunConfig) -> None:
+    """Raises UserError for a model.config that makes no model, before its data is prepared."""
+    if run.model.architecture != "auto":
+        return
+    config = model_config(run.model, run.data.vocab_size, eos_token_id=None)
+    try:
+        with torch.device("meta"):
+            model = new_model(config)
+    except Exception as error:  # each model raises its own kinds
+        problem = f"{config.model_type} cannot be built: {first_line(error)}"
+        raise UserError(f"model.config: {problem}") from None
+    if run.train.recompute == "block" and not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"train.recompute = block, which {config.model_type} does not have; allowed: none"
         )
 
 
@@ -129,7 +147,7 @@ def build_model(run: RunConfig, data: Data) -> PreTrainedModel:
     """The model in fp32 on the CPU, with new weights or those of train.init_from."""
     torch.manual_seed(run.seed)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = model_class(config)(config)
+    model = new_model(config)
     if run.train.init_from:
         restore.start_from(as_path(run.train.init_from), model, data.tokenizer)
     return model
@@ -144,6 +162,8 @@ def parallelize(
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     processes = dist.group.WORLD if world.size > 1 else None
     loss = build_loss(model, run, processes).to(world.device).train()
+    if run.model.architecture == "auto":
+        check_causal(model)
     is_compiled = compile_loss(loss, run, shape, world)
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)

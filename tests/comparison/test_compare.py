@@ -49,7 +49,8 @@ def runs_in(file: Path) -> dict:
 def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path):
     output = tmp_path / "compared"
     command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
-    command += ["--backends", "dense", "llama", "--seeds", 2]
+    (tmp_path / "mine.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 24}')
+    command += ["--backends", "dense", "llama", tmp_path / "mine.json", "--seeds", 2]
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
     printed = run_python(*command, output=tmp_path / "printed")
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
@@ -57,6 +58,9 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     assert all(len(line) <= 100 for line in text.splitlines() if "/" not in line)  # no paths
     assert runs["dense"]["steps"] == 12 and runs["dense"]["tokens_a_step"] == 16 * 32
     assert runs["dense"]["text_sha256"] == runs["llama"]["text_sha256"]
+    mine = runs["mine.json"]
+    assert mine["settings"]["model.config"]["n_embd"] == 24  # kept, whatever becomes of the file
+    assert mine["parameters"] == 24 * (400 + 32) + 12 * 24**2 + 13 * 24 + 2 * 24
     assert all(runs["dense"][key] > 0 for key in ("useful_tflops", "peak_memory_gb", "parameters"))
     losses = [runs[name]["validation_loss"] for name in ("dense", "dense, seed 1")]
     assert losses[0] != losses[1] and f"{losses[0]:.4f} (0), {losses[1]:.4f} (1)" in text
@@ -120,6 +124,7 @@ def test_a_machine_without_git_measures_too(monkeypatch):
     "given, message",
     [
         (["llama", "model.hidden_size=31"], "hidden_size 31 into heads of an even number"),
+        (["a/lfm2.json", "b/lfm2.json"], "two files have one name; give them others"),
         (["dens"], "--backends dens; allowed: auto, cuda, dense, llama"),
         (["train.steps=3"], "--backends  --seeds 1 .*; allowed: 1 or more of each"),
         (["dense", "train.stepz=3"], "unknown key train.stepz"),

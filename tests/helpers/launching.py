@@ -6,6 +6,7 @@ forked and runs the program as `python` does, or, as a rank of train.py, with th
 torchrun gives; signals, files and exits are as ever.
 """
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.register(signal.SIGUSR1)  # a rank that hangs can be asked where
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # as Python
 
@@ -198,6 +200,8 @@ class Launch:
             time.sleep(0.005)
         for rank in self.ranks:
             if rank.is_alive():
+                os.kill(rank.pid, signal.SIGUSR1)
+                time.sleep(0.5)  # in which it prints its stack
                 rank.kill()
             rank.join()
         return [rank.exitcode for rank in self.ranks]

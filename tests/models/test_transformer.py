@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3ForCausalLM, masking_utils
 
 from mixer.common.errors import UserError
-from mixer.models.architecture import model_class, model_config
+from mixer.models.architecture import flops_per_token, model_config, new_model
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
@@ -24,7 +24,7 @@ def build(architecture: str, *overrides: str):
         [architecture, "model.num_hidden_layers=2", "model.max_position_embeddings=64", *overrides],
     ).model
     config = model_config(model, vocab_size=500, eos_token_id=0)
-    return model_class(config)(config)
+    return new_model(config)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_its_operations_are_those_that_torch_counts_with_the_causal_half_of_atte
     model.set_attn_implementation("eager")  # whose products, of the masked half too, torch counts
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits.sum().backward()
-    counts = model.flops_per_token()
+    counts = flops_per_token(model, tokens)
     masked = counts["token_mixing"] * (tokens - 1) / (tokens + 1)
     counted = (counts["useful"] + masked) * tokens
     assert counted == pytest.approx(counter.get_total_flops(), rel=2e-3)  # rotary tables

@@ -21,7 +21,7 @@ from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.evaluation.evaluate import EvalOptions, evaluate
 from mixer.export import export
-from mixer.models.architecture import ModelConfig, model_class, model_config
+from mixer.models.architecture import ModelConfig, model_config, new_model
 from mixer.objectives.retrieval import (
     PairFile,
     PairLoss,
@@ -50,7 +50,7 @@ def model_of(kind: str):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 8}
     config = model_config(ModelConfig(**(sizes | MODELS[kind])), vocab_size=50, eos_token_id=0)
     torch.manual_seed(0)
-    return model_class(config)(config).double()
+    return new_model(config).double()
 
 
 def some_texts(pairs: int) -> tuple[torch.Tensor, torch.Tensor]:

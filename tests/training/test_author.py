@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mixer.checkpoints.reference_format import to_reference
 from mixer.data.samples import SampleOrder
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
-from mixer.models.architecture import model_class, model_config
+from mixer.models.architecture import model_config, new_model
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
@@ -70,7 +70,7 @@ def test_his_model_and_ours_end_at_the_same_loss(name, data, tmp_path):
 
     config = model_config(run.model, 300, 0)
     torch.manual_seed(run.seed)
-    start = model_class(config)(config)
+    start = new_model(config)
     theirs = his_model(name, start)
     rows = rows_of(texts[HELD_OUT:], run.data.directory)
     order = SampleOrder(len(rows), run.seed)
@@ -87,7 +87,7 @@ def test_initial_weights_have_the_authors_variances(name):
     run = load_config(str(ROOT / f"configs/author/{name}.yaml"), sizes)
     config = model_config(run.model, 300, 0)
     torch.manual_seed(0)
-    for key, weight in model_class(config)(config).named_parameters():
+    for key, weight in new_model(config).named_parameters():
         if key.endswith(("bias", "decay")):
             assert not weight.any(), key
         elif "norm" not in key:  # He's normal distribution; the embedding's is the standard one

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import ROOT
 
-from mixer.models.architecture import model_class, model_config
+from mixer.models.architecture import model_config, new_model
 from mixer.training import estimate
 from mixer.training.config import load_config
 from mixer.training.estimate import activation_bytes, needed_gb
@@ -36,7 +36,7 @@ KEYED = ["model.mixer_key_size=16", "model.num_mixer_heads=4"]
 def test_the_estimate_is_about_what_a_pass_keeps(options):
     run = load_config(None, [*SIZES, *options])
     config = model_config(run.model, 600, 0)
-    model = model_class(config)(config)
+    model = new_model(config)
     loss = build_loss(model, run).train()
     texts = torch.randint(600, (2, run.train.batch_size, 64))
     storages = {}
