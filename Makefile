@@ -35,8 +35,8 @@ setup: .venv/.ready
 demo: setup
 	ACCELERATE_USE_CPU=true $(BIN)/python train.py --config configs/demo.yaml
 	$(BIN)/python eval.py --checkpoint runs/demo/step-600
-	$(BIN)/python -m mixer.report runs/demo
-	$(BIN)/python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self,"
+	$(BIN)/mixer curves runs/demo
+	$(BIN)/mixer generate --checkpoint runs/demo/step-600 --prompt "def read(self,"
 
 # Three workers on two cores: tests that start and kill real processes wait half of the time.
 # -vv: with the -q of pyproject.toml, a line for each test.

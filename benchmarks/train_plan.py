@@ -18,7 +18,6 @@ from pathlib import Path
 
 from mixer.common.errors import run_command
 from mixer.common.files import as_path
-from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison.plan import jobs_of
 from mixer.comparison.study import open_study
@@ -56,7 +55,7 @@ def main() -> None:
         plan["seeds"] = [int(text) if text.isdecimal() else text for text in seeds]
     command = shlex.join(["python", *sys.argv])
     settings = dict(map(read_override, overrides))
-    with open_study(Path(options.output), plan, command, options.commit or commit()) as study:
+    with open_study(Path(options.output), plan, command, options.commit) as study:
         sys.exit(study.work(jobs_of(plan, settings, only, study.runs)))
 
 

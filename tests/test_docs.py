@@ -3,12 +3,14 @@
 import re
 from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from markdown import tables
 from runs import ROOT
 
+from mixer.__main__ import SUMMARIES
 from mixer.training.config import RunConfig
 
 PAGES = [
@@ -55,8 +57,9 @@ def test_each_link_leads_to_a_file_and_a_heading_that_exist(page):
 def test_each_command_and_each_configuration_named_exists(page):
     text = page.read_text()
     for module in re.findall(r"python -m (mixer[.\w]*\w)", text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+        assert find_spec(module), module
+    for name in re.findall(r"(?:^ {4}|`)mixer ([a-z]+)", text, re.MULTILINE):
+        assert name in SUMMARIES, name
     for script in re.findall(r"python ((?:benchmarks|tests|dev|docs)/\S+\.py)\b", text):
         assert (ROOT / script).exists(), script
     for config in re.findall(r"\b(?:configs|benchmarks/plans)/[\w/]+\.yaml", text):

@@ -1,4 +1,6 @@
-"""Imports inside the package point down, and no modules import each other in a circle."""
+"""Imports inside the package point down, and no modules import each other in a circle; what is
+imported is what is needed, and the Auto classes of transformers know the models.
+"""
 
 import ast
 import re
@@ -10,12 +12,15 @@ from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
+import torch
+from models import small_model
 
 import mixer
+from mixer.models.shifted_qwen3 import ShiftedQwen3Config, ShiftedQwen3ForCausalLM
+from mixer.ops.triangular import constant_in_a_graph
 
 PACKAGE = Path(mixer.__file__).parent
-# Lower folders first; those of one row do not import each other. Commands (the files of mixer/)
-# and mixer/__init__.py may import from all of them.
+# Lower folders first; those of one row do not import each other.
 ORDER = [
     {"common"},
     {"ops"},
@@ -24,6 +29,7 @@ ORDER = [
     {"checkpoints", "objectives"},
     {"training", "evaluation"},
     {"comparison"},
+    {"commands"},
 ]
 MODULES = {
     ".".join(("mixer", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
@@ -85,34 +91,88 @@ def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_what_asks_the_auto_classes_for_a_model_has_registered_ours():
-    """Commands do not import all of the package."""
-    graph = {module: set(imported(module, whole=True)) - {"mixer"} for module in MODULES}
-    asks = re.compile(r"\bAuto(Model\w*|Config)\b[.,)]")
-    for module in [name for name in MODULES if not name.startswith("mixer.models")]:
-        path = PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
-        if path.is_file() and asks.search(path.read_text(encoding="utf-8")):
-            reached, new = set(), {module}
-            while new:
-                reached |= new
-                new = set().union(*(graph[each] for each in new)) - reached
-            assert "mixer.models.auto" in reached, module
+def run(program: str, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *options, "-c", program]
+    return subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
-    "command", ["train.py", "-m mixer.train", "-mmixer.train", "-m mixer train"]
+    "program, absent",
+    [
+        ("import mixer", {"torch", "numpy", "transformers"}),
+        ("from mixer import triangular_conv", {"torch._dynamo", "triton", "transformers"}),
+        ("import mixer; mixer.ops.keyed_conv; from mixer import *", set()),
+        (
+            "import mixer; from transformers import AutoConfig, AutoModel, AutoTokenizer",
+            {"torch._dynamo", "transformers.modeling_utils", "mixer.models.masked_mixer.modeling"},
+        ),
+        (
+            "from transformers import AutoModelForCausalLM; import mixer",
+            {"torch._dynamo", "transformers.modeling_utils", "mixer.models.masked_mixer.modeling"},
+        ),
+    ],
 )
-def test_a_wrong_option_is_refused_before_anything_is_imported_that_takes_time(command):
-    arguments = [sys.executable, "-X", "importtime", *command.split(), "train.stepz=1"]
-    output = {"capture_output": True, "text": True, "cwd": PACKAGE.parent}
-    ended = subprocess.run(arguments, **output)
-    assert ended.returncode == 2 and "unknown key train.stepz" in ended.stderr
-    found = set(re.findall(r"(?m)^import time: .* \| +(\w+)$", ended.stderr))
-    assert "yaml" in found and not found & {"torch", "transformers", "accelerate", "numpy"}
+def test_the_package_imports_what_is_asked_for(program, absent):
+    ended = run(program, "-X", "importtime")
+    assert ended.returncode == 0, ended.stderr
+    loaded = set(re.findall(r"(?m)^import time: .* \| +([\w.]+)$", ended.stderr))
+    assert "mixer" in loaded and not loaded & absent
+
+
+LOADS = """
+config = AutoConfig.from_pretrained({place!r})
+model = AutoModelForCausalLM.from_pretrained({place!r})
+body = AutoModel.from_config(config)
+again = AutoModelForCausalLM.from_config(config)
+names = [type(each).__name__ for each in (config, model, body, again)]
+assert all(type(each).__module__.startswith("mixer.models.") for each in (config, model, body))
+registered = AutoModelForCausalLM._model_mapping._extra_content
+assert {{type(model)}} <= set(registered.values()) and type(config) in registered.keys()
+print(" ".join(names))
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> list[str]:
+    """The directories of a saved model of each kind."""
+    folder = tmp_path_factory.mktemp("saved")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 50}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    small_model().save_pretrained(folder / "masked_mixer")
+    qwen3 = ShiftedQwen3ForCausalLM(ShiftedQwen3Config(**sizes, **heads))
+    qwen3.save_pretrained(folder / "shifted_qwen3")
+    return [str(folder / "masked_mixer"), str(folder / "shifted_qwen3")]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import mixer",
+        "from transformers import AutoModelForCausalLM",
+        "import mixer; from transformers import AutoModelForCausalLM",
+        "import mixer; from transformers import GenerationMixin",
+        "from mixer import MaskedMixerForCausalLM",
+    ],
+)
+def test_the_auto_classes_know_the_models_in_each_order_of_imports(first, saved):
+    program = [first, "import mixer", "from transformers import AutoConfig, AutoModel"]
+    program += ["from transformers import AutoModelForCausalLM"]
+    ended = run("\n".join([*program, *(LOADS.format(place=place) for place in saved)]))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        f"{name}Config {name}ForCausalLM {name}Model {name}ForCausalLM"
+        for name in ("MaskedMixer", "ShiftedQwen3")
+    ]
+
+
+def test_constants_of_a_graph_are_marked_as_torch_marks_them():
+    """Where PyTorch has another mark, compiled models would break into many graphs."""
+    theirs = torch.compiler.assume_constant_result(lambda: None)
+    assert vars(constant_in_a_graph(lambda: None)) == vars(theirs) != {}
 
 
 def test_a_command_registers_the_models_that_it_loads(finished, tmp_path):
-    arguments = [sys.executable, "-m", "mixer.generate", "--checkpoint", str(finished / "best")]
+    arguments = [sys.executable, "-m", "mixer", "generate", "--checkpoint", str(finished / "best")]
     options = ["--prompt", "def", "--new-tokens", "2"]
     ended = subprocess.run([*arguments, *options], cwd=PACKAGE.parent, capture_output=True)
     assert ended.returncode == 0 and ended.stdout.startswith(b"def")

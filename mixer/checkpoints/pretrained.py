@@ -1,14 +1,12 @@
-"""Model directories of a masked mixer or any other causal language model that transformers knows:
-checked and loaded, with every fault named, and written.
+"""Models of directories, masked mixers or any other causal language models that transformers knows:
+loaded, with every fault named, and written.
 """
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,97 +16,19 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.checkpoint import REMEDY, STATE, damage, not_finite
+from mixer.checkpoints.checkpoint import REMEDY
+from mixer.checkpoints.model_files import check_checkpoint, refused, weight_types
+from mixer.checkpoints.writer import not_finite
 from mixer.common.errors import UserError, first_line
-from mixer.common.files import as_path, check_new, read_json, whole_directory
+from mixer.common.files import check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
 from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.auto import is_registered
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
-# A number of layers in config.json, under the names that configurations of transformers have.
 # Files that sentence-transformers reads beside a model that was trained to make vectors of texts.
 OF_SENTENCE_TRANSFORMERS = ("modules.json", "1_Pooling/config.json")
-LAYERS = re.compile(r'"(num_hidden_layers|num_layers|n_layers?)": *(-?\d+)')
-
-
-def settled(checkpoint: str | Path) -> Path:
-    """The checkpoint that a link such as runs/demo/best points to now. Training may move the link
-    while a command reads several files.
-    """
-    checkpoint = as_path(checkpoint)
-    return as_path(os.path.realpath(checkpoint)) if checkpoint.is_symlink() else checkpoint
-
-
-def refused(checkpoint: Path, problem: str, advice: str = "") -> UserError:
-    return UserError(f"checkpoint {checkpoint} {problem}: {REMEDY}{advice}")
-
-
-def check_checkpoint(directory: Path) -> None:
-    """Raises UserError naming what a checkpoint directory lacks, or which of its files is cut short
-    or not what training wrote. Loads nothing.
-    """
-    config = directory / "config.json"
-    files = [config, *weight_files(directory)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise _no_checkpoint(directory, missing)
-    if re.fullmatch(r"step-\d+(\.old)?\.partial", directory.name):
-        raise refused(directory, "was being written or deleted")
-    if (directory / STATE).is_dir():  # a model from elsewhere has none
-        problem = damage(directory, for_resume=False)
-        if problem is not None:
-            remedy = f"to edit a checkpoint, delete {STATE}/ from a copy"
-            raise refused(directory, f"is damaged: {problem}; {remedy}")
-    if (directory / "adapter_config.json").is_file():
-        raise refused(directory, "has an adapter, adapter_config.json, which changes its weights")
-    read_json(config, REMEDY)
-    tensors = len(weight_types(directory))
-    # Before anything has as many layers as config.json says.
-    for name, layers in LAYERS.findall(config.read_text(encoding="utf-8")):
-        if not 1 <= float(layers) <= tensors:
-            has = f"has {name} {layers:.60} in its config.json, and {tensors} tensors of weights"
-            raise refused(directory, has)
-
-
-def _no_checkpoint(directory: Path, missing: list[str]) -> UserError:
-    """Of a directory that lacks files, with the checkpoints that are near it."""
-    run = directory if directory.is_dir() else directory.parent
-    newest = sorted(run.glob("step-*[0-9]/config.json"), key=os.path.getmtime)[-4:]
-    checkpoints = [str(file.parent) for file in (*run.glob("best/config.json"), *newest)]
-    advice = f"give {' or '.join(checkpoints) or 'RUN/best or RUN/step-N'}"
-    if not directory.is_dir():
-        nor = "" if run.is_dir() else f", nor {run}"
-        return UserError(f"checkpoint {directory}: there is no such directory{nor}; {advice}")
-    if checkpoints:
-        return UserError(f"{directory} is a run, not a checkpoint: {advice}")
-    lacks = f"lacks {', '.join(missing)} (weights are read as safetensors, not pickled)"
-    return refused(directory, lacks)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers reads: model.safetensors, or else the shards in the index."""
-    file = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    if file.is_file() or not index.is_file():
-        return [file]
-    shards = read_json(index, REMEDY, required={"weight_map": dict})["weight_map"].values()
-    return [directory / name for name in sorted(set(map(str, shards)))]
-
-
-def weight_types(directory: Path) -> dict[str, str]:
-    """The type of each tensor, by name, from the headers of the weight files. This also finds a
-    file that is cut short, because safetensors compares its length with the header.
-    """
-    types = {}
-    for file in weight_files(directory):
-        try:
-            with safe_open(file, "pt") as opened:
-                types |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}
-        except (SafetensorError, OSError) as error:
-            raise refused(directory, f"has {file.name} damaged or cut short ({error})") from None
-    return types
 
 
 def load_checkpoint(

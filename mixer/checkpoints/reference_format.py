@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from mixer.checkpoints.model_files import check_weights_file
 from mixer.common.errors import UserError, first_line
 from mixer.models.masked_mixer.configuration import NAMES as OPTIONS
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
@@ -111,14 +112,10 @@ def read_weights(file: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file. safetensors.torch.save_model leaves out tensors that are
     the same as others, and names the others in the metadata.
     """
-    try:
-        with safe_open(file, "pt") as opened:
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}
-            aliases = opened.metadata() or {}  # tensors that are left out, and what they equal
-    except (OSError, SafetensorError) as error:
-        problem = "is a directory" if file.is_dir() else f"cannot be read ({error})"
-        allowed = "a .safetensors file, or a checkpoint with --back or --mixing-weight"
-        raise UserError(f"{file} {problem}; give {allowed}") from None
+    check_weights_file(file)
+    with safe_open(file, "pt") as opened:
+        weights = {name: opened.get_tensor(name) for name in opened.keys()}
+        aliases = opened.metadata() or {}  # tensors that are left out, and what they equal
     copies = {name: weights[saved] for name, saved in aliases.items() if saved in weights}
     return copies | weights
 

@@ -17,11 +17,11 @@ from mixer.checkpoints.checkpoint import (
     OPTIMIZER,
     STATE,
     find_resume,
-    local_part,
-    optimizer_state,
     read_trainer,
     remove_partial,
 )
+from mixer.checkpoints.model_files import check_checkpoint, refused, settled
+from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
 from mixer.data.config import Manifest
 from mixer.data.tokenizer import read_tokenizer
@@ -149,8 +149,8 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
     UserError if that is another model, has another tokenizer, or cannot be read.
     """
     try:
-        directory = pretrained.settled(directory)
-        pretrained.check_checkpoint(directory)
+        directory = settled(directory)
+        check_checkpoint(directory)
         loaded = load_model(directory, model.config)
         if specification(read_tokenizer(str(directory))) != specification(tokenizer):
             raise UserError(
@@ -179,7 +179,7 @@ def resume(
         load_optimizer(checkpoint, model, optimizer)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
         problem = f"has a {STATE}/ that is not what training wrote ({first_line(error)})"
-        raise pretrained.refused(checkpoint, problem) from None
+        raise refused(checkpoint, problem) from None
     scaler = world.accelerator.scaler
     if scaler is not None and trainer["scaler"]:
         scaler.load_state_dict(trainer["scaler"])

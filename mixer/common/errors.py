@@ -25,11 +25,11 @@ class NotFinite(UserError):
 
 
 def command_parser(
-    name: str | None, description: str, epilog: str | None = None
+    name: str, description: str, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """The parser of `python -m NAME`, or of the script itself. The texts are shown as they are."""
+    """The parser of a command, by how it is called. The texts are shown as they are."""
     return argparse.ArgumentParser(
-        prog=f"python -m {name}" if name else None,
+        prog=name,
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -20,6 +20,7 @@ optimizer and the initial mixing weights come from it, but not their form, model
 
 import re
 import shlex
+import signal
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from mixer.comparison.report import best_size
 from mixer.models.config import with_content
 from mixer.training.config import RunConfig, flatten, load_config
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that stop a run, which is saved
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 OPTIONS = {str: object}  # of runs, by section.key; load_config checks them
 ENTRY_SHAPE = {"recipe": str} | OPTIONS

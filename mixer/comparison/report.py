@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 from mixer.common.files import write_text
-from mixer.objectives.retrieval import CANDIDATES
+from mixer.objectives.config import CANDIDATES
 from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis, write_names
 from mixer.reporting.text import ACCURACY, COUNT, LOSS, MEMORY, SECONDS, SPEED, TOP1, wrapped
 from mixer.reporting.text import table as markdown_table

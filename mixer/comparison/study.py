@@ -2,33 +2,21 @@
 
 import multiprocessing
 import os
-import shutil
 import signal
 import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from statistics import median
 
-import torch
-
-from mixer.common.errors import NotFinite, UserError, end_with_parent, first_line
+from mixer.common.errors import UserError, end_with_parent, first_line
 from mixer.common.files import as_path, check_writable, read_json, results_locked, write_json
-from mixer.common.hardware import hardware
 from mixer.common.terminal import lasting_output
-from mixer.comparison.plan import Job, Run, data_options
+from mixer.comparison.plan import SIGNALS, Job, Run, data_options
 from mixer.comparison.report import write_report
-from mixer.data.config import Manifest
-from mixer.reporting.text import read_metrics
-from mixer.training.config import load_config
-from mixer.training.loop import train
-from mixer.training.passes import useful_flops
 
 LEFT = 3  # exit status of a command that must be given again to do all
-POINTS = 60  # of a curve of the results, at most
 SAY_EVERY = 10.0  # seconds, of what a run has printed
 # What each row of the results must have, what it must have if it has a loss, and both for kinds.
 OF_ROW = {"settings": dict, "hardware": dict, "commit": str}
@@ -37,7 +25,6 @@ OF_MODEL = {"kind": str, "size": str, "budget": float, "lr": float}
 OF_SPEED = {"tokens_per_second": float, "training_tokens": int, "tokens_a_step": int}
 ROW_SHAPE = OF_ROW | OF_LOSS | OF_MODEL | OF_SPEED | {"text_sha256": [str], str: object}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def result_paths(output: Path) -> tuple[Path, Path]:
@@ -54,8 +41,10 @@ def result_paths(output: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def open_study(output: Path, plan: dict, command: str, commit: str) -> Iterator["Study"]:
-    """The results, which no other command can add to or replace inside of the block."""
+def open_study(output: Path, plan: dict, command: str, commit: str = "") -> Iterator["Study"]:
+    """The results, which no other command can add to or replace inside of the block. commit: of the
+    code; default: git's.
+    """
     file, _ = result_paths(output)
     check_writable(file.parent)
     with results_locked(file):
@@ -85,6 +74,12 @@ class Study:
         Jobs take turns, so that what is interrupted has something to compare. Raises UserError with
         what went wrong, when all other runs have ended.
         """
+        # Only now, as it takes seconds, and wrong options are refused at once. Each run is a fork,
+        # which has it then.
+        import mixer.comparison.training  # noqa: F401
+        from mixer.common.hardware import commit
+
+        self.origin["commit"] = self.origin["commit"] or commit()
         runs_before = len(self.runs)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
@@ -212,11 +207,15 @@ def visible_gpus() -> list[str]:
     """
     if VISIBLE in os.environ:
         return os.environ[VISIBLE].split(",")
+    import torch
+
     return [str(number) for number in range(torch.cuda.device_count())] or [""]
 
 
 def report_run(connection: Connection, run: Run, file: Path, text: list[str] | None) -> None:
     """Sends a run's row, or what was wrong in words, or nothing of a run that a signal stopped."""
+    from mixer.comparison.training import train_run
+
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent()
@@ -226,74 +225,3 @@ def report_run(connection: Connection, run: Run, file: Path, text: list[str] | N
         except Exception as error:
             traceback.print_exc(file=log)
             connection.send(f"{first_line(error)}; more in {log.name}")
-
-
-def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None:
-    """What a run measures; None if a signal has stopped it, and it was saved. Raises UserError for
-    another text than the recorded one, if there is one.
-    """
-    config = run.config(
-        f"name={run.folder}",
-        f"output_dir={folder}",
-        "train.eval_every=0",
-        "checkpoint.save_every=0",
-        f"checkpoint.save_last={str(run.keeps_checkpoint).lower()}",
-    )
-    saved = config.directory / "config.yaml"
-    if saved.exists() and load_config(str(saved), []) != config:  # of other options
-        shutil.rmtree(config.directory)
-    data = config.objective.open_data()
-    text = [split.tokens_sha256 for split in data.manifest.splits.values()]
-    if recorded not in (None, text):
-        problem = f"{config.data.directory or config.data.source} has other tokens than the results"
-        raise UserError(f"{problem}: restore the text, or give another --output")
-    row = run.identity | {"settings": run.settings, "hardware": hardware(), "text_sha256": text}
-    try:
-        model = train(config)
-    except NotFinite as error:  # a run that diverges is a result, too
-        row["failure"] = str(error)
-    else:
-        for number in SIGNALS:  # what is left takes seconds
-            signal.signal(number, signal.SIG_IGN)
-        lines = read_metrics(config.directory)
-        if lines[-1]["step"] < config.train.steps:
-            return None
-        row |= measured(lines, data.manifest, is_speed=run.identity.get("budget") == 0)
-        row["parameters"] = model.num_parameters()
-        row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
-    if run.keeps_checkpoint:
-        row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
-    else:
-        shutil.rmtree(config.directory)
-    return row
-
-
-def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
-    """What the metrics of a run say."""
-    windows = [line for line in lines if "loss" in line]
-    last = windows[-1]
-    validation = [line for line in lines if "validation_loss" in line][-1]
-    # Starts slow the first window, and in a short run those of other processes slow all but one.
-    step_seconds = [
-        window["seconds"] / (window["step"] - previous["step"])
-        for previous, window in pairwise(windows)
-    ]
-    step_seconds = step_seconds or [last["seconds"] / last["step"]]
-    seconds = min(step_seconds) if is_speed else median(step_seconds)
-    tokens_a_step = last["tokens"] // last["step"]
-    text = data.splits["train"]
-    return {
-        "steps": last["step"],
-        "tokens": last["tokens"],
-        "tokens_a_step": tokens_a_step,
-        "tokens_per_second": tokens_a_step / seconds,
-        "training_seconds": last["step"] * seconds,
-        "training_tokens": text.tokens,
-        "passes": last["tokens"] / text.tokens,
-        "peak_memory_gb": last["peak_memory_gb"],
-        "validation_loss": validation["validation_loss"],
-        "accuracy": validation.get("validation_accuracy"),
-        "bits_per_byte": validation.get("validation_bits_per_byte"),
-        "loss": [[line["step"], line["loss"]] for line in windows[:: len(windows) // POINTS + 1]],
-        **{name: validation[name] for name in validation if name.startswith("top1_of_")},
-    }

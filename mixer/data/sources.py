@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from mixer.common.errors import Say, UserError, first_line, say_on_stderr
 from mixer.common.files import as_path, sha256
-from mixer.data.config import DataConfig
+from mixer.data.config import FILE_SOURCES, DataConfig, existing_data
 from mixer.data.decoding import decoded
 
 BETWEEN = "\0"  # the two texts of a pair; the first one has no such character
@@ -272,6 +272,21 @@ READERS = {
 # --- files -------------------------------------------------------------------
 
 
+def check_data(config: DataConfig) -> None:
+    """Raises UserError for data that is not prepared and cannot be, as far as paths tell."""
+    if config.source in FILE_SOURCES and existing_data(config) is None:
+        for name in filter(None, (config.path, config.validation_path)):
+            check_path(name)
+
+
+def check_path(name: str) -> None:
+    """Raises UserError for a file, folder or glob that there is not."""
+    path = as_path(name)
+    if not path.exists() and not (glob.has_magic(name) and _matches(path)):
+        problem = "matches no file" if glob.has_magic(name) else "does not exist"
+        raise UserError(f"{name!r} {problem}: correct the path")
+
+
 def local_files(config: DataConfig) -> list[Path]:
     """The files that `config.path` names, sorted, each once, however many links lead to it. A
     folder stands for all files below it, also behind links, that are not hidden and, for jsonl and
@@ -283,6 +298,7 @@ def local_files(config: DataConfig) -> list[Path]:
     named: set[Path] = set()
     inside: set[Path] = set()  # folders
     try:
+        check_path(config.path)
         for match in [path] if path.exists() else _matches(path):
             if match.is_file():
                 named.add(match)
@@ -298,10 +314,8 @@ def local_files(config: DataConfig) -> list[Path]:
             problem = f"is a folder without files{ending}"
         elif glob.has_magic(config.path):
             problem = f"matches no file{ending}"
-        elif path.exists():
-            problem = "is no file, but a pipe or device"
         else:
-            problem = "does not exist"
+            problem = "is no file, but a pipe or device"
         raise UserError(f"{config.path!r} {problem}: correct the path")
     if left_out := sorted(inside - with_suffix - named):
         number = f"{len(left_out):,}, such as {left_out[0]}"

@@ -1,6 +1,10 @@
-"""Perplexity of checkpoints on a text:
+"""Checkpoints at work:
 
-evaluate      from options to results, and their report
-texts         what is scored
-scoring       by which processes and in which windows, and whether the model is causal
+config          the options of an evaluation
+evaluate        perplexity on a text, from options to results, and their report
+texts           what is scored
+scoring         by which processes and in which windows, and whether the model is causal
+generate        continues texts
+matrices        the mixing matrices, drawn and measured
+representation  how much of a text each layer keeps
 """

@@ -13,23 +13,17 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
-from mixer.checkpoints.pretrained import check_checkpoint, check_token, load_checkpoint
+from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
-from mixer.common.files import (
-    as_path,
-    check_writable,
-    directory_for,
-    results_locked,
-    whole_directory,
-)
+from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
-from mixer.common.options import option_problems
 from mixer.distributed.world import Process, leave_with_error
 from mixer.evaluation import scoring, texts
-from mixer.evaluation.texts import EvalOptions, Text
-from mixer.objectives.config import ObjectiveConfig
+from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
+from mixer.evaluation.texts import Text
+from mixer.objectives.config import CANDIDATES, ObjectiveConfig
 from mixer.objectives.language import TokenLoss, TokenScores, score_tokens
-from mixer.objectives.retrieval import CANDIDATES, PairFile, PairLoss, score_pairs
+from mixer.objectives.retrieval import PairFile, PairLoss, score_pairs
 from mixer.reporting.figure import can_draw, plot_loss_by_position
 from mixer.reporting.text import (
     ACCURACY,
@@ -44,7 +38,6 @@ from mixer.reporting.text import (
     wrapped,
 )
 
-UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
 COLUMNS = {  # of the report's table: the key and the form
     "tokens scored": ("tokens_scored", COUNT),
     "loss (nats/token)": ("loss", LOSS),
@@ -63,18 +56,12 @@ COLUMNS = {  # of the report's table: the key and the form
 }
 
 
-def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
-    """Evaluates each checkpoint, prints the table and writes the report into `output`.
+def evaluate(evaluations: list[EvalOptions], directory: Path) -> None:
+    """Evaluates each checkpoint, prints the table and writes the report into a directory.
 
-    By default the report goes into a directory beside the first checkpoint, whose name stands for
-    these options alone. Every process of an `accelerate launch` calls this; the first one prints
-    and writes. Raises UserError as `evaluate_checkpoint` does, if possible before loading a model.
+    Every process of an `accelerate launch` calls this; the first one prints and writes. Raises
+    UserError as `evaluate_checkpoint` does.
     """
-    for options in evaluations:
-        check_options(options)
-    directory = as_path(output or default_directory(evaluations))
-    if rank() == 0:
-        check_writable(directory)
     with results_locked(directory) if rank() == 0 else nullcontext():
         try:
             results = [evaluate_checkpoint(options) for options in evaluations]
@@ -87,48 +74,6 @@ def evaluate(evaluations: list[EvalOptions], output: str | None = None) -> None:
             print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def default_directory(evaluations: list[EvalOptions]) -> Path:
-    """Beside the first checkpoint, with a name of its own for all options that change numbers."""
-    first = evaluations[0]
-    changed = [
-        (name, value)
-        for name, value in vars(first).items()
-        if name not in UNCHANGING and value != getattr(EvalOptions, name)
-    ]
-    changed += [options.checkpoint for options in evaluations[1:]]
-    paths = filter(None, [*first.text, first.data, first.pairs])
-    subject = " ".join(as_path(path).resolve().name for path in paths) or first.hub
-    return directory_for(
-        as_path(first.checkpoint),
-        prefix="retrieval" if first.pairs else "eval",
-        subject=subject,
-        options=repr(changed) if changed else "",
-    )
-
-
-def check_options(options: EvalOptions) -> None:
-    """Raises UserError for whatever can be found wrong before a model is loaded."""
-    if problems := option_problems(options):
-        raise UserError("; ".join(problems))
-    directory = as_path(options.checkpoint)
-    check_checkpoint(directory)
-    scored = next((name for name in ("text", "hub", "pairs") if getattr(options, name)), "data")
-    if options.sample_maker():
-        scored = "a task"
-    for name, readers in texts.READ_BY.items():
-        if scored not in readers and getattr(options, name) != getattr(EvalOptions, name):
-            unread = f"--{name.replace('_', '-')} is given, which scoring {scored} does not read"
-            raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
-    if scored != "data" or options.data:
-        return
-    source = options.data_directory
-    if not (source and as_path(source).is_dir()):
-        problem = "does not say what data it was trained on"
-        if source:
-            problem = f"was trained on {source}, which is not in {Path.cwd()}"
-        raise UserError(f"{directory} {problem}: give --data DIR, --text FILE... or --hub NAME")
 
 
 def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, int]:
@@ -182,8 +127,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     result |= {
         "window": window,
         "stride": stride,
-        "first_token": texts.FIRST_TOKEN[options.first_token],
-        "last_window": texts.LAST_WINDOW[options.last_window],
+        "first_token": FIRST_TOKEN[options.first_token],
+        "last_window": LAST_WINDOW[options.last_window],
         "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
         "device": f"{processes} x {name}" if processes > 1 else name,

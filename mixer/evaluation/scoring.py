@@ -24,15 +24,15 @@ from mixer.common.hardware import lacks_bf16
 from mixer.data.samples import Batch
 from mixer.distributed.world import Process
 
-DEVICES = ("auto", "cpu", "cuda")
 # Of a causal model's logits, as a share of the largest one: matmuls may sum in another order.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
 
 
 def choose_device(name: str, dtype: str) -> torch.device:
-    """The device of a name in DEVICES. Raises UserError where it is not there, or lacks `dtype`."""
+    """The device of a name in config.DEVICES. Raises UserError where it is not there, or lacks
+    `dtype`."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but PyTorch sees no GPU: use cpu, or ask mixer.doctor")
+        raise UserError("--device cuda, but PyTorch sees no GPU: use cpu, or ask `mixer doctor`")
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
     if dtype == "bf16" and (name := lacks_bf16(device)):
         raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
@@ -64,7 +64,7 @@ def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, request: 
         problem = f"{request}, but the context of {checkpoint} is {context}: ask for fewer tokens"
         if hasattr(model.config, "mixing_weight"):
             problem += ", or convert to weights by lag, which changes a model with full weights: "
-            problem += f"python -m mixer.convert {checkpoint} --output DIR --mixing-weight lags"
+            problem += f"mixer convert {checkpoint} --output DIR --mixing-weight lags"
         raise UserError(problem)
 
 

@@ -1,88 +1,26 @@
-"""What is evaluated: the options of eval.py, the token streams that they name, and the size of
-their text.
+"""What is evaluated: the token streams that options name, and the size of their text.
 
 Each document is a stream of its own, tokenized exactly as training data is, with nothing added.
 Packed prepared data is one stream with an EOS after each document.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from mixer.checkpoints.checkpoint import read_trainer
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
-from mixer.common.hardware import TYPES
-from mixer.common.options import option, option_problems
-from mixer.data.config import DataConfig, from_values
+from mixer.data.config import DataConfig
 from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
 from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
-from mixer.evaluation.scoring import DEVICES
-from mixer.objectives.config import ObjectiveConfig
-from mixer.objectives.objective import Objective, objective_of
-from mixer.ops import BACKENDS
+from mixer.evaluation.config import EvalOptions
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
-FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
-# Options that not all of text, hub, data, pairs and a task read.
-READ_BY = {"subset": ("hub",), "split": ("hub",), "text_field": ("text", "hub")}
-OF_TEXTS = ("stride", "max_tokens", "first_token", "last_window")
-READ_BY |= dict.fromkeys(OF_TEXTS, ("text", "data", "hub"))
-LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
-
-
-@dataclass
-class EvalOptions:
-    """What to evaluate, and how; the fields are the options of eval.py."""
-
-    checkpoint: str = option(MISSING, "checkpoints, or directories of any causal language model")
-    # At most one of these four.
-    text: Sequence[str] = option((), "files, folders or globs; .jsonl: one document per row")
-    data: str = option("", "prepared data directory; default: the run's")
-    pairs: str = option("", "prepared pairs: measure how often a text finds its partner")
-    hub: str = option("", "dataset of the hub")
-    subset: str = option("", "hub: the dataset's configuration")
-    split: str = option("test", "hub: the split to read")
-    text_field: str = option("text", "field with the text of a row")
-    window: int | None = option(None, "longest window; default: the context", at_least=1)
-    stride: int | None = option(None, "window step in tokens; default: the window", at_least=1)
-    batch_size: int = option(16, "windows per forward pass", at_least=1)
-    max_tokens: int = option(0, "score at most this many tokens; 0: all", at_least=0)
-    # Under eos a blank row is a document, too.
-    first_token: str = option("skip", "skip it, or score it after an EOS", choices=FIRST_TOKEN)
-    last_window: str = option("short", "may be short, or starts earlier", choices=LAST_WINDOW)
-    device: str = option("auto", "where to compute", choices=DEVICES)
-    dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=TYPES)
-    backend: str = option("", "mixing backend; default: the checkpoint's", choices=("", *BACKENDS))
-
-    @property
-    def data_directory(self) -> str | None:
-        """The prepared data that is scored by default, if it is known."""
-        return self.data or read_trainer(as_path(self.checkpoint)).get("data_directory")
-
-    def sample_maker(self, context: int = 1) -> Objective | None:
-        """The run's objective, if no text is given and it makes samples, which are then scored.
-        Raises UserError for one that is unknown here, and for odd settings of one that does.
-        """
-        if self.text or self.hub or self.pairs or self.data:
-            return None
-        settings = read_trainer(as_path(self.checkpoint)).get("settings", {})
-        train = from_values(ObjectiveConfig, settings.get("train", {}))
-        data = from_values(DataConfig, settings.get("data", {}))
-        problems = option_problems(train, "train.")
-        if not problems:
-            objective = objective_of(train, data, context)
-            if not objective.makes_samples:
-                return None
-            problems = option_problems(data, "data.")
-        if problems:
-            raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
-        return objective
 
 
 @dataclass
@@ -104,7 +42,8 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     """
     if options.text or options.hub:
         text = documents_of(options, tokenizer)
-    elif objective := options.sample_maker(window):
+    elif sample_maker := options.sample_maker():
+        objective = sample_maker(window)
         samples = objective.open_data().validation
         streams = list(samples.batch(range(len(samples)))[0].numpy())
         name = f"held-out samples of the task {objective.data.source}"

@@ -5,7 +5,13 @@ key, before its norm and rotation.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
 
 from mixer.common.errors import UserError
 
@@ -67,3 +73,7 @@ class ShiftedQwen3ForCausalLM(Qwen3ForCausalLM):
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs) -> dict:
         return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}
+
+
+AutoModel.register(ShiftedQwen3Config, ShiftedQwen3Model)
+AutoModelForCausalLM.register(ShiftedQwen3Config, ShiftedQwen3ForCausalLM)

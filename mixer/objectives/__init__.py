@@ -1,7 +1,7 @@
-"""What a run learns. An objective has its samples, its loss, its validation, what its options must
-not be, and what a saved model gets:
+"""What a run learns. An objective has its samples, its loss, its validation, and what a saved model
+gets:
 
-config        which objectives there are, and the part of the section `train` that they read
+config        which objectives there are, their options, and what these must not be
 objective     what all of them have in common, and the one of a run
 language      the next token of a text
 tasks         the answers in samples of random tokens, made on demand

@@ -1,5 +1,5 @@
 """The next token of a text: the cross-entropy, and the scores of tokens, which validation and
-eval.py share.
+`mixer eval` share.
 """
 
 import math

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mixer.common.errors import Say, processes
-from mixer.data.config import TEXTS, DataConfig
+from mixer.common.errors import Say
+from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
 from mixer.distributed.world import Process
 from mixer.models.architecture import blocks_of
-from mixer.objectives.config import OBJECTIVES, ObjectiveConfig
+from mixer.objectives.config import ObjectiveConfig, traits_of
 
 Group = dist.ProcessGroup | None  # None for one process
 
@@ -53,46 +53,19 @@ class Objective:
     """What a run learns. A subclass has a `loss` and a `validate`, and whatever differs below.
 
     Attributes:
-        sources: the values of data.source that it learns from.
-        makes_samples: whether its samples are made on demand, so that no data is prepared.
-        compares_samples: whether the loss of a sample depends on the others of its batch, those of
-            other processes among them.
+        traits: what is known of it without its class.
         reads_logits: whether the loss reads the logits of the model's output layer.
         sample_tokens: how many tokens a sample has.
     """
 
-    sources: tuple[str, ...] = TEXTS
-    makes_samples = False
-    compares_samples = False
     reads_logits = True
 
     def __init__(self, train: ObjectiveConfig, data: DataConfig, context: int):
         self.train = train
         self.data = data
         self.context = context
+        self.traits = traits_of(train, data)
         self.sample_tokens = context
-
-    def problems(self) -> list[str]:
-        """One line for each option that the objective cannot have."""
-        train = self.train
-        name = f"train.objective = {train.objective}"
-        problems = []
-        if self.data.source not in self.sources:
-            problems.append(
-                f"data.source = {self.data.source!r} with {name}, which does not learn from it; "
-                f"allowed: {', '.join(self.sources)}"
-            )
-        if self.compares_samples and train.gradient_accumulation_steps > 1:
-            problems.append(
-                f"train.gradient_accumulation_steps above 1 with {name}, where micro-batches would "
-                "not see each other; allowed: 1"
-            )
-        if self.compares_samples and train.batch_size * processes() == 1:
-            problems.append(
-                f"train.batch_size = 1 with {name} in one process, where a sample would have no "
-                "other to be told from; allowed: 2 or more"
-            )
-        return problems
 
     def open_data(self, say: Say = print) -> Data:
         """Both splits as samples of `context` tokens, prepared at first. Raises UserError for data
@@ -124,15 +97,10 @@ class Objective:
         """
 
     def eval_arguments(self) -> list[str]:
-        """The options of eval.py that measure what was learned."""
+        """The options of `mixer eval` that measure what was learned."""
         return []
 
 
 def objective_of(train: ObjectiveConfig, data: DataConfig, context: int) -> Objective:
-    """The objective of a run: of those with its name, the one that learns from its data; the first
-    one, if none does, for its `problems`.
-    """
-    classes = [resolve_name(name) for name in OBJECTIVES[train.objective]]
-    suitable = [candidate for candidate in classes if data.source in candidate.sources]
-    chosen, *_ = suitable or classes
-    return chosen(train, data, context)
+    """The objective of a run."""
+    return resolve_name(traits_of(train, data).path)(train, data, context)

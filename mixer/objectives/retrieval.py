@@ -21,10 +21,9 @@ from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
 from mixer.data.samples import Batch, TokenFile, to_device
 from mixer.distributed.world import Process
-from mixer.objectives.config import ObjectiveConfig
+from mixer.objectives.config import CANDIDATES, ObjectiveConfig
 from mixer.objectives.objective import Group, Loss, Objective
 
-CANDIDATES = (32, 1024, 8192)
 MOST_PAIRS = max(CANDIDATES)  # that are compared with each other
 
 
@@ -220,7 +219,6 @@ def score_pairs(
 class Retrieval(Objective):
     """Which two texts belong together: a query has to find its target among those of the batch."""
 
-    compares_samples = True
     reads_logits = False
 
     def __init__(self, train: ObjectiveConfig, data: DataConfig, context: int):

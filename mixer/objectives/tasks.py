@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError
-from mixer.data.config import TASKS, DataConfig, Manifest, check
+from mixer.data.config import DataConfig, Manifest, check
 from mixer.data.prepare import Data
 from mixer.data.samples import Batch, hash_number, mixed
 from mixer.data.tokenizer import END_OF_TEXT, TextBytes, fit_to_models
@@ -112,9 +112,6 @@ def _shuffled(draws: np.ndarray, count: int) -> np.ndarray:
 
 class Tasks(Language):
     """The answers of a task."""
-
-    sources = TASKS
-    makes_samples = True
 
     def open_data(self, say: Say = print) -> Data:
         return open_task(self.data, self.context)

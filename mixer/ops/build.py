@@ -209,7 +209,7 @@ def capability(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("mixer.ops.build", "Build or rebuild the CUDA kernels.")
+    parser = command_parser("python -m mixer.ops.build", "Build or rebuild the CUDA kernels.")
     parser.add_argument(
         "--arch",
         nargs="+",

@@ -411,7 +411,7 @@ def device_reason(index: int) -> str | None:
     kept: a failed build is not tried again in this process.
     """
     if torch.version.hip is not None or not torch.cuda.is_available():
-        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `python -m mixer.doctor`."
+        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `mixer doctor`."
     try:
         problem = wrong_result(torch.device("cuda", index))
     except UserError as error:

@@ -16,7 +16,7 @@ from mixer.common.errors import first_line
 from mixer.ops import cuda, plain
 from mixer.ops.plain import in_autocast_dtype
 from mixer.ops.strips import Weights, weights_of
-from mixer.ops.triangular import require, warn_once
+from mixer.ops.triangular import constant_in_a_graph, require, warn_once
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -139,7 +139,7 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
     yield f"{name} in query's dtype or float32", mixing.dtype in (query.dtype, torch.float32)
 
 
-@torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
+@constant_in_a_graph
 def kernels_serve(
     device: torch.device,
     dtype: torch.dtype,

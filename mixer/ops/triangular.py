@@ -4,7 +4,7 @@
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -170,6 +170,15 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
+def constant_in_a_graph(function: Callable) -> Callable:
+    """Has torch.compile call the function, whose arguments are constants of a compiled graph, while
+    it compiles. torch.compiler.assume_constant_result does the same, but imports the compiler,
+    which takes longer than the rest of PyTorch.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
     """Whether the kernels of `triangular_conv` take x. Where `auto` leaves a GPU tensor to PyTorch,
     the log says why, once. Raises UserError for backend="cuda" where the kernels cannot run.
@@ -181,7 +190,7 @@ def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
     return _kernels_take(backend, x.device, x.dtype, is_aligned)
 
 
-@torch.compiler.assume_constant_result  # for one compiled graph these arguments are constants
+@constant_in_a_graph
 def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_aligned: bool) -> bool:
     serve = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
     if serve and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mixer.checkpoints.model_files import existing
 from mixer.common.errors import UserError
 from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
@@ -19,7 +20,7 @@ from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
 from mixer.data.config import DataConfig, unused_options, without_unused
 from mixer.models.config import ModelConfig, model_problems, saved_options, with_content
-from mixer.objectives.config import ObjectiveConfig
+from mixer.objectives.config import ObjectiveConfig, objective_problems
 
 if TYPE_CHECKING:
     from mixer.objectives.objective import Objective
@@ -200,7 +201,7 @@ def load_config(
         except UserError as error:
             problems.append(f"model.config: {error}")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
-    problems = problems or _clashes(run) or run.objective.problems()
+    problems = problems or _clashes(run) or objective_problems(run.train, run.data)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         count = counted(len(problems), "problem")
@@ -302,10 +303,8 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
     files = [path / "config.json" for path in candidates]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        from mixer.checkpoints.pretrained import check_checkpoint  # which takes seconds
-
         try:
-            check_checkpoint(init_from)  # says what is there instead
+            existing(init_from)  # says what is there instead
         except UserError as error:
             raise UserError(f"train.init_from: {error}") from None
     options = saved_options(read_json(file, "give another checkpoint"))

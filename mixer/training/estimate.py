@@ -82,7 +82,7 @@ def less_memory(run: RunConfig, device: torch.device) -> str:
     """What to change for a run that needs less memory: all that helps and is not done already."""
     train = run.train
     advice = []
-    compares_samples = run.objective.compares_samples
+    compares_samples = run.objective.traits.compares_samples
     if train.batch_size > (2 if compares_samples else 1):
         lower = "lower train.batch_size"
         if not compares_samples:

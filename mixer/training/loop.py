@@ -13,8 +13,9 @@ from accelerate import Accelerator
 from torch.profiler import profile, schedule
 from transformers import PreTrainedModel
 
-from mixer.checkpoints.checkpoint import CheckpointWriter, all_checkpoints
+from mixer.checkpoints.checkpoint import all_checkpoints
 from mixer.checkpoints.settings import save_config
+from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import is_out_of_memory, out_of_memory
@@ -286,10 +287,10 @@ def closing(run: RunConfig, step: int, stopped: bool) -> str:
     candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
     checkpoints = [path for path in candidates if path.is_dir()]
     if checkpoints:
-        command = ["python", "-m", "mixer.eval", "--checkpoint", str(checkpoints[0])]
+        command = ["mixer", "eval", "--checkpoint", str(checkpoints[0])]
         command += run.objective.eval_arguments()
     else:
-        command = ["python", "-m", "mixer.report", str(run.directory)]
+        command = ["mixer", "curves", str(run.directory)]
     return f"{run.directory} is done. Next: {shlex.join(command)}"
 
 

@@ -52,7 +52,7 @@ def obstacle_to_graph(run: RunConfig, world: World) -> str:
         return "micro-batches are accumulated"
     if train.recompute == "block":
         return "recomputed blocks cannot be recorded"
-    if run.objective.compares_samples and world.size > 1:
+    if run.objective.traits.compares_samples and world.size > 1:
         return "the loss compares samples of several processes"
     if train.cuda_graphs == "auto" and torch.cuda.get_device_capability(world.device) < HOPPER:
         # and DDP sums gradients beside the backward pass, over slower links too

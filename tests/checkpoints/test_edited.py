@@ -14,12 +14,12 @@ from checkpoints import change_config, evaluate, list_files, save_checkpoint
 from runs import refusal
 from safetensors.torch import load_file, save_file
 
-from mixer.checkpoints import pretrained
+from mixer.checkpoints import model_files
 from mixer.checkpoints.checkpoint import LISTING, OPTIMIZER
+from mixer.checkpoints.export import export
 from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer
 from mixer.common.errors import UserError
-from mixer.export import export
-from mixer.generate import continuations
+from mixer.evaluation.generate import continuations
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def uses(checkpoint: Path) -> list[Callable]:
     return [
         lambda: evaluate(checkpoint),
-        lambda: continuations(str(checkpoint), ["def"], 2, 0.0, 0),
+        lambda: continuations(checkpoint, ["def"], 2, 0.0, 0),
         lambda: load_masked_mixer(checkpoint),
         lambda: export(checkpoint, checkpoint.parent / "exported", "mit"),
     ]
@@ -98,7 +98,7 @@ def test_what_is_no_complete_checkpoint_is_not_taken_for_one(finished, tmp_path)
 
 def test_a_link_that_moves_while_a_command_reads_is_followed_once(finished, monkeypatch):
     """Training moves `best`; here to where nothing is."""
-    best, damage = finished / "best", pretrained.damage
+    best, damage = finished / "best", model_files.damage
 
     def point(to: str) -> None:
         best.unlink(missing_ok=True)
@@ -108,7 +108,7 @@ def test_a_link_that_moves_while_a_command_reads_is_followed_once(finished, monk
         point("elsewhere")
         return damage(checkpoint, **how)
 
-    monkeypatch.setattr(pretrained, "damage", read)
+    monkeypatch.setattr(model_files, "damage", read)
     copy = ["--output", str(finished / "copy")]
     for program, arguments in {
         "eval": ["--checkpoint", str(best), "--device", "cpu"],
@@ -119,7 +119,7 @@ def test_a_link_that_moves_while_a_command_reads_is_followed_once(finished, monk
     }.items():
         point("step-8")
         monkeypatch.setattr(sys, "argv", [program, *arguments])
-        importlib.import_module(f"mixer.{program}").main()
+        importlib.import_module(f"mixer.commands.{program}").main()
         assert not best.exists()
     assert (finished / "eval-step-8/report.md").exists()
 

@@ -9,8 +9,8 @@ from runs import read_lines, read_losses, refusal
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from mixer.checkpoints.export import export
 from mixer.common.errors import UserError
-from mixer.export import export
 from mixer.models.architecture import model_config
 from mixer.training.config import load_config
 from mixer.training.loop import train

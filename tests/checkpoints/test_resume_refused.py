@@ -8,7 +8,7 @@ import pytest
 import yaml
 from runs import read_lines, refusal, state_files
 
-from mixer.export import export
+from mixer.checkpoints.export import export
 from mixer.training.config import load_config
 
 

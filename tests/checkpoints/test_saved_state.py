@@ -12,7 +12,8 @@ from runs import FSDP, RECIPE, assert_same, read_lines, refusal
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mixer.checkpoints.checkpoint import CheckpointWriter, damage, not_finite
+from mixer.checkpoints.checkpoint import damage
+from mixer.checkpoints.writer import CheckpointWriter, not_finite
 
 
 def test_a_checkpoint_loads_alone_in_fp32_and_is_readable_as_the_umask_says(finished, tmp_path):

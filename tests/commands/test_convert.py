@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from mixer.checkpoints.convert import convert, convert_back, convert_mixing
 from mixer.checkpoints.reference_format import from_reference, to_reference
+from mixer.commands.convert import main
 from mixer.common.errors import UserError
-from mixer.convert import convert, convert_back, convert_mixing, main
 from mixer.data.tokenizer import train_tokenizer
 from mixer.models.masked_mixer.configuration import RECURRENT
 from mixer.models.masked_mixer.convolution import TriangularConv
@@ -88,7 +89,7 @@ def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize("other", (["--back"], ["--mixing-weight", "full"]))
 def test_how_heads_mix_is_refused_where_the_model_says_it(monkeypatch, capsys, other):
     arguments = ["model", "--output", "converted", "--mixing", "rows", *other]
-    monkeypatch.setattr("sys.argv", ["mixer.convert", *arguments])
+    monkeypatch.setattr("sys.argv", ["convert", *arguments])
     with pytest.raises(SystemExit):
         main()
     assert "--mixing is for the author's files" in capsys.readouterr().err

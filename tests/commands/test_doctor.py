@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from mixer import doctor
-from mixer.ops import build, cuda
+from mixer.commands import doctor
+from mixer.ops import build, cuda, diagnosis
 
 # As torch words them (c10/cuda/CUDAFunctions.cpp).
 BLIND = {
@@ -26,11 +26,11 @@ def test_why_torch_sees_no_gpu_is_said_with_the_command_that_mends_it(monkeypatc
         raise RuntimeError(said)
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
-    monkeypatch.setattr(doctor.os.path, "exists", lambda _: False)
-    what, command = doctor.blindness()
+    monkeypatch.setattr(diagnosis.os.path, "exists", lambda _: False)
+    what, command = diagnosis.blindness()
     assert said in what and re.search(fix, command)
-    monkeypatch.setattr(doctor.os.path, "exists", lambda path: path == "/.dockerenv")
-    is_for_containers = doctor.blindness()[1].startswith("docker run --gpus all")
+    monkeypatch.setattr(diagnosis.os.path, "exists", lambda path: path == "/.dockerenv")
+    is_for_containers = diagnosis.blindness()[1].startswith("docker run --gpus all")
     assert is_for_containers == ("no NVIDIA driver" in said)
 
 

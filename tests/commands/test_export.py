@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from mixer.checkpoints.checkpoint import TRAINER
+from mixer.checkpoints.convert import convert, convert_back
+from mixer.checkpoints.export import export
+from mixer.commands.export import main as export_command
 from mixer.common.errors import UserError
-from mixer.convert import convert, convert_back
-from mixer.export import export
-from mixer.export import main as export_command
 from mixer.models.masked_mixer.configuration import AUTO_MAP
 
 

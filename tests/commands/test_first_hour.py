@@ -37,7 +37,8 @@ def documented(pattern: str) -> str:
 
 def command(start: str) -> list[str]:
     """The arguments of python in the documented command that starts so."""
-    return shlex.split(documented(rf"(?m)^    python ({start}\b.*)$"), comments=True)
+    program, *options = shlex.split(documented(rf"(?m)^    ({start}\b.*)$"), comments=True)
+    return ["-m", "mixer", *options] if program == "mixer" else options
 
 
 def test_the_documented_commands_lead_from_a_folder_of_text_to_a_shared_model(tmp_path):
@@ -54,7 +55,7 @@ def test_the_documented_commands_lead_from_a_folder_of_text_to_a_shared_model(tm
     held_out.write_text(made_texts(201)[-1])
 
     # Train, killed after the first checkpoint, and the same command again.
-    train = *command("train.py --config configs/demo.yaml name=mine"), *SMALL
+    train = *command("python train.py --config configs/demo.yaml name=mine"), *SMALL
     killed = start_python(*train, output=output, directory=tmp_path)
     deadline = time.monotonic() + 60
     while not (run / "step-4").exists():
@@ -69,16 +70,16 @@ def test_the_documented_commands_lead_from_a_folder_of_text_to_a_shared_model(tm
     assert [line["step"] for line in read_lines(run) if "loss" in line] == list(range(1, 13))
 
     # Evaluate on a text of its own: the model has learned something of it.
-    assert "| mine/step-12 |" in succeed(*command("eval.py"), "--text", "held-out.txt")
+    assert "| mine/step-12 |" in succeed(*command("python eval.py"), "--text", "held-out.txt")
     (report,) = run.glob("eval-step-12-held-out.txt-*/report.json")
     (result,) = json.loads(report.read_text())
     assert result["bytes"] == held_out.stat().st_size and result["loss"] < math.log(2048) - 1
 
-    generate = command("-m mixer.generate")
+    generate = command("mixer generate")
     assert generate[-1] in succeed(*generate)
 
     # Share: the exported folder is the same model with this package and without it.
-    export = command("-m mixer.export")
+    export = command("mixer export")
     succeed(*export[: export.index("--dtype")])
     model = export[export.index("--output") + 1]
     own = documented(r"(?s)```python\n(import mixer.*?)```").replace("runs/mine/step-12", model)

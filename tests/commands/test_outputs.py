@@ -18,13 +18,8 @@ from checkpoints import save_checkpoint
 from runs import file_limit, state_files
 from safetensors.torch import save_file
 
-import mixer.convert
-import mixer.eval
-import mixer.export
-import mixer.inspect
-import mixer.report
-import mixer.representation
 from mixer.checkpoints.pretrained import load_masked_mixer
+from mixer.commands import convert, curves, eval, export, inspect, representation
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import results_locked
 
@@ -49,14 +44,22 @@ def commands(inputs: Path, output: Path) -> dict[str, tuple[Callable, list, str]
     tested = ["--checkpoint", checkpoint]
     back, picture = output / "back.safetensors", output / "picture.png"
     return {
-        "eval": (mixer.eval.main, [*tested, *text, "--output", output], output),
-        "convert": (mixer.convert.main, [reference, "--output", output], output),
-        "convert --back": (mixer.convert.main, [checkpoint, "--output", back, "--back"], back),
-        "export": (mixer.export.main, [checkpoint, "--output", output, "--license", "mit"], output),
-        "inspect": (mixer.inspect.main, [*tested, "--output", output], output),
-        "report": (mixer.report.main, [metrics, "--output", picture], picture),
+        "eval": (eval.main, [*tested, *text, "--output", output], output),
+        "convert": (convert.main, [reference, "--output", output], output),
+        "convert --back": (
+            convert.main,
+            [checkpoint, "--output", back, "--back"],
+            back,
+        ),
+        "export": (
+            export.main,
+            [checkpoint, "--output", output, "--license", "mit"],
+            output,
+        ),
+        "inspect": (inspect.main, [*tested, "--output", output], output),
+        "curves": (curves.main, [metrics, "--output", picture], picture),
         "representation": (
-            mixer.representation.main,
+            representation.main,
             [*tested, *text, "--output", output, *REPRESENTATION],
             output,
         ),
@@ -107,7 +110,7 @@ def test_a_command_that_cannot_write_leaves_nothing_and_works_afterwards(
     assert output.exists() and not list(tmp_path.rglob(".partial-*"))
 
 
-@pytest.mark.parametrize("name", ["eval", "report"])
+@pytest.mark.parametrize("name", ["eval", "curves"])
 def test_an_earlier_output_stays_as_it_was(inputs, tmp_path, call, name):
     main, arguments, output = commands(inputs, tmp_path)[name]
     call(main, arguments)
@@ -155,7 +158,7 @@ def text_in(report: Path) -> tuple[str, int]:
     return result["text"], result["bytes"]
 
 
-@pytest.mark.parametrize("name", ["eval", "inspect", "report", "representation"])
+@pytest.mark.parametrize("name", ["eval", "inspect", "curves", "representation"])
 def test_results_that_another_command_writes_are_refused_and_work_afterwards(
     inputs, tmp_path, call, name
 ):
@@ -180,7 +183,7 @@ def test_evaluations_at_the_same_time_have_a_report_each(inputs, tmp_path):
         book.parent.mkdir(exist_ok=True)
         book.write_text("the mixer reads each token once " * (3 + number))
     tested = ["--checkpoint", runs / "step-1", "--device", "cpu", "--text"]
-    ended = at_the_same_time([(mixer.eval.main, [*tested, book]) for book in books], tmp_path)
+    ended = at_the_same_time([(eval.main, [*tested, book]) for book in books], tmp_path)
     for book, (status, printed) in zip(books, ended, strict=True):
         assert status == 0, printed
         (place,) = re.findall(r"the report is in (.*)", printed)
@@ -197,13 +200,13 @@ def test_of_commands_that_write_to_one_place_at_the_same_time_one_does(inputs, t
         exported.mkdir()
         evaluated.mkdir()
         (evaluated / "notes").write_text("a file of the user's")
-    export = commands(inputs, exported)["export"][:2]
-    convert = commands(inputs, back)["convert --back"][:2]
+    exporting = commands(inputs, exported)["export"][:2]
+    converting = commands(inputs, back)["convert --back"][:2]
     main, arguments, _ = commands(inputs, evaluated)["eval"]
     other = tmp_path / "other.txt"
     other.write_text("never looks ahead " * 9)
     evals = [(main, arguments), (main, [*arguments, "--text", other])]
-    ended = at_the_same_time([export] * 3 + [convert] * 2 + evals, tmp_path)
+    ended = at_the_same_time([exporting] * 3 + [converting] * 2 + evals, tmp_path)
     for same, refusal in (
         (ended[:3], f"error: {exported} already exists; choose another --output, or delete it"),
         (ended[3:5], "give a .safetensors file that does not exist yet"),

@@ -1,4 +1,4 @@
-"""Promises of `python -m mixer.representation`: what a layer keeps of a text is found, what it
+"""Promises of `mixer representation`: what a layer keeps of a text is found, what it
 drops is not.
 """
 
@@ -13,9 +13,15 @@ from models import SMALL, small_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.commands.representation import main
 from mixer.common.errors import UserError
+from mixer.evaluation.representation import (
+    first_layers,
+    hamming_score,
+    random_twin,
+    reconstruct,
+)
 from mixer.ops import triangular_conv
-from mixer.representation import first_layers, hamming_score, main, random_twin, reconstruct
 
 
 def test_tokens_that_the_mixing_reads_are_found_and_those_it_ignores_are_not():

@@ -14,7 +14,7 @@ from texts import corpus, made_texts
 
 PROGRAM = """
 import torch, mixer
-from mixer import doctor, train
+from mixer.commands import doctor, train
 from mixer.ops import triangular_conv
 
 print(mixer.__file__)

@@ -39,7 +39,7 @@ def test_a_name_that_the_output_cannot_show_is_printed_nevertheless(monkeypatch)
 
 @pytest.mark.parametrize("buffering", [-1, 1], ids=["at the end", "at once"])
 def test_output_that_nobody_reads_any_more_is_one_line(monkeypatch, capfd, buffering):
-    """As of `python -m mixer.generate ... | head -1`."""
+    """As of `mixer generate ... | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", open(writer, "w", buffering=buffering))
@@ -109,7 +109,7 @@ def test_ctrl_c_is_one_line_and_status_130_also_while_a_command_imports():
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job may ignore it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["preexec_fn"] = heard
-    with subprocess.Popen([sys.executable, "-m", "mixer.doctor"], **pipes) as command:
+    with subprocess.Popen([sys.executable, "-m", "mixer", "doctor"], **pipes) as command:
         with subprocess.Popen(at_work, **pipes) as other:
             while "libtorch_cpu" not in str(psutil.Process(command.pid).memory_maps()):
                 time.sleep(0.01)

@@ -9,8 +9,9 @@ import torch
 from mixer import MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.common.hardware import is_out_of_memory
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
-from mixer.generate import continuations
+from mixer.evaluation.config import EvalOptions
+from mixer.evaluation.evaluate import evaluate_checkpoint
+from mixer.evaluation.generate import continuations
 from mixer.training.config import load_config
 from mixer.training.loop import train
 
@@ -53,7 +54,7 @@ def test_evaluation_and_generation_too(finished, launch, tmp_path, monkeypatch):
     monkeypatch.setattr(MaskedMixerForCausalLM, "forward", MaskedMixerForCausalLM.forward)
     ask_for_too_much()
     with pytest.raises(UserError) as raised:
-        continuations(str(checkpoint), ["def", "class"], 9, 0.0, 0)
+        continuations(checkpoint, ["def", "class"], 9, 0.0, 0)
     check(str(raised.value), "--new-tokens 9", "Give a smaller --new-tokens")
 
 
@@ -61,9 +62,9 @@ def test_the_advice_is_what_was_not_done_already(finished, write_config, monkeyp
     """Training's is in test_train."""
     monkeypatch.setattr(MaskedMixerForCausalLM, "forward", MaskedMixerForCausalLM.forward)
     ask_for_too_much()
-    checkpoint = str(finished / "step-12")
+    checkpoint = finished / "step-12"
     with pytest.raises(UserError, match=r"\. Give a smaller --window$"):
-        evaluate_checkpoint(EvalOptions(checkpoint, device="cpu", batch_size=1, dtype="bf16"))
+        evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu", batch_size=1, dtype="bf16"))
     with pytest.raises(UserError, match=r"\. Give a smaller --new-tokens$"):
         continuations(checkpoint, ["def"], 9, 0.0, 0)
     run = load_config(str(write_config()), ["name=out", "train.recompute=block"])

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from texts import made_texts
 
-import mixer.convert
-import mixer.eval
-import mixer.export
-import mixer.generate
-import mixer.inspect
-import mixer.report
-import mixer.representation
+import mixer.commands.convert
+import mixer.commands.curves
+import mixer.commands.eval
+import mixer.commands.export
+import mixer.commands.generate
+import mixer.commands.inspect
+import mixer.commands.representation
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.data.config import DataConfig
@@ -48,8 +48,8 @@ COMMANDS = (
     "convert ~/runs/first/best --output ~/out/full --mixing-weight full",
     "convert ~/runs/first/best --output ~/out/back.safetensors --back",
     "convert ~/out/back.safetensors --output ~/out/converted --tokenizer ~/data/tokenizer",
-    "report ~/runs/first --output ~/out/report.png",
-    "report ~/runs/first --output ~/out/published.png --published ~/published.yaml",
+    "curves ~/runs/first --output ~/out/report.png",
+    "curves ~/runs/first --output ~/out/published.png --published ~/published.yaml",
 )
 
 
@@ -77,7 +77,7 @@ def test_the_home_directory_is_meant_by_a_tilde_in_each_path(home, monkeypatch):
     for command in COMMANDS:
         name, *arguments = command.split()
         monkeypatch.setattr(sys, "argv", ["mixer", *arguments])
-        getattr(mixer, name).main()
+        getattr(mixer.commands, name).main()
     assert [path.name for path in Path().iterdir()] == ["config.yaml"]
     assert {path.name for path in (home / "runs").iterdir()} == {"first", "branch", "tuned"}
     outputs = [command.split("--output ~/out/")[1] for command in COMMANDS if "--output" in command]

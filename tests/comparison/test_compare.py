@@ -8,17 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import train_plan
 import yaml
 from launching import run_python, start_python
 from markdown import rows as rows_of
 from runs import ROOT, read_lines
 
+from mixer.commands.compare import main
 from mixer.common.errors import UserError
 from mixer.common.files import results_locked
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
-from mixer.compare import main
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
 
@@ -48,7 +49,7 @@ def runs_in(file: Path) -> dict:
 
 def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path):
     output = tmp_path / "compared"
-    command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
+    command = ["-m", "mixer", "compare", "--config", write_config(), "--output", output]
     (tmp_path / "mine.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 24}')
     command += ["--backends", "dense", "llama", tmp_path / "mine.json", "--seeds", 2]
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
@@ -68,10 +69,10 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     assert f"{losses[0]:.4f}" in row
 
     with pytest.raises(UserError, match="'dense' with other options: train.batch_size"):
-        main([*map(str, command[2:]), "train.batch_size=4"])
+        main([*map(str, command[3:]), "train.batch_size=4"])
     other = ["--backends", "auto", "data.source=text", "data.path=b"]
     with pytest.raises(UserError, match="'dense' of other data: data.path None, not b, data.so"):
-        main([*map(str, command[2:6]), *other])
+        main([*map(str, command[3:7]), *other])
 
 
 def test_a_comparison_goes_on_where_its_output_fails_as_that_of_a_closed_terminal_does(
@@ -85,7 +86,7 @@ def test_a_comparison_goes_on_where_its_output_fails_as_that_of_a_closed_termina
 def test_a_mixer_and_a_transformer_are_compared_for_a_time(write_config, tmp_path):
     """Mixing weights by lag are for the mixers of a comparison alone."""
     output, options = tmp_path / "compared", ["optim.name=muon", "model.mixing_weight=lags"]
-    command = ["-m", "mixer.compare", "--config", write_config(), "--output", output]
+    command = ["-m", "mixer", "compare", "--config", write_config(), "--output", output]
     command += ["--backends", "dense", "llama", "--seconds", 0.3, *options]
     run_python(*command, output=tmp_path / "printed")
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
@@ -334,7 +335,7 @@ def test_while_runs_train_their_last_lines_are_printed(monkeypatch, tmp_path, ca
 
 
 def test_gpus_that_are_named_are_not_counted_which_may_take_cuda_from_forks(monkeypatch):
-    monkeypatch.setattr(study.torch.cuda, "device_count", lambda: pytest.fail("counted"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     assert study.visible_gpus() == ["MIG-a", "MIG-b"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -146,7 +146,7 @@ def start_host(rank: int, port: int, config: Path) -> subprocess.Popen:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     launcher += [f"--node_rank={rank}", "--master_addr=127.0.0.1", f"--master_port={port}"]
     return subprocess.Popen(
-        [*launcher, "-m", "mixer.train", "--config", str(config), "train.batch_size=4"],
+        [*launcher, "-m", "mixer", "train", "--config", str(config), "train.batch_size=4"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

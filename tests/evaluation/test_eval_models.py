@@ -27,8 +27,8 @@ from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.evaluation.evaluate import evaluation_report
+from mixer.evaluation.generate import continuations
 from mixer.evaluation.scoring import check_causality
-from mixer.generate import continuations
 
 CPU = torch.device("cpu")
 
@@ -239,7 +239,7 @@ def test_a_token_that_the_model_lacks_is_refused_only_in_a_text_that_has_it(root
     with pytest.raises(UserError, match=f"with.txt {problem}: give another text"):
         evaluate(tmp_path, text=[str(tmp_path / "with.txt")])
     with pytest.raises(UserError, match=f"a prompt {problem}: give another text"):
-        continuations(str(tmp_path), ["a zyzzyva here"], 1, 0.0, 0)
+        continuations(tmp_path, ["a zyzzyva here"], 1, 0.0, 0)
 
 
 def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):

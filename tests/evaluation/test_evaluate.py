@@ -17,18 +17,18 @@ from markdown import rows
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.checkpoints.export import export
 from mixer.checkpoints.restore import load_trainer
+from mixer.commands.eval import main as evaluate_main
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.distributed.world import Process
-from mixer.eval import main as evaluate_main
 from mixer.evaluation.evaluate import write_evaluation
+from mixer.evaluation.generate import continuations
 from mixer.evaluation.scoring import window_batches
 from mixer.evaluation.texts import validation_text
-from mixer.export import export
-from mixer.generate import continuations
 from mixer.objectives.language import TokenLoss, score_tokens
 
 CONTEXT = 12
@@ -196,10 +196,10 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     last = [row[-2:] for row in rows((tmp_path / "report" / "report.md").read_text())]
     assert ["loss, 2nd half", "loss past context"] in last
     assert [f"{mean:.4f}" for mean in means] in last and ["-", "-"] in last
-    (written,) = continuations(str(checkpoint), ["tok"], 80, 0.0, 0)
+    (written,) = continuations(checkpoint, ["tok"], 80, 0.0, 0)
     assert len(tokenizer(written).input_ids) > 32
     with pytest.raises(UserError, match="-tokens is 80, .* is 32: ask .* --mixing-weight lags"):
-        continuations(str(checkpoints[1]), ["tok"], 80, 0.0, 0)
+        continuations(checkpoints[1], ["tok"], 80, 0.0, 0)
     with pytest.raises(UserError, match="--window is 96, .* is 32: ask .* --mixing-weight lags"):
         evaluate(checkpoints[1], window=96)
 

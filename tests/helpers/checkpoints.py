@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.checkpoints.checkpoint import LISTING, complete
 from mixer.data.tokenizer import train_tokenizer
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint
+from mixer.evaluation.config import EvalOptions
+from mixer.evaluation.evaluate import evaluate_checkpoint
 
 WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
 CONTEXT = 32

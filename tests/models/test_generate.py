@@ -20,10 +20,11 @@ from transformers import (
     pipeline,
 )
 
+from mixer.commands.generate import main
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.tokenizer import existing_tokenizer, text_encoder, train_tokenizer
-from mixer.generate import continuations, main
+from mixer.evaluation.generate import continuations
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.objectives.tasks import open_task
 
@@ -284,7 +285,7 @@ def test_what_cannot_be_generated_from_is_refused():
             call()
 
 
-def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, capsys):
     model = lively_model(vocab_size=300, max_position_embeddings=64)
     ids = tokenizer("def", return_tensors="pt").input_ids
     greedy = f"def{tokenizer.decode(generate(model, ids, new=4)[0], skip_special_tokens=True)}"
@@ -295,15 +296,14 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
-    def write(*prompts):
-        options = f"--checkpoint {tmp_path} --new-tokens 4 --temperature 0 --prompt"
-        monkeypatch.setattr("sys.argv", ["generate", *options.split(), *prompts])
-        main()
+    def write(*prompts, temperature=0.0, seed=0):
+        options = f"--checkpoint {tmp_path} --new-tokens 4 --temperature {temperature}"
+        main([*options.split(), "--seed", str(seed), "--prompt", *prompts])
         return capsys.readouterr().out.rstrip("\n")
 
     alone = [write("def read(self"), write("def")]
     assert alone[0].startswith("def read(self") and alone[1] == greedy
-    assert continuations(str(tmp_path), ["def"], 4, 1e-300, 0) == [greedy]
+    assert continuations(tmp_path, ["def"], 4, 1e-300, 0) == [greedy]
     assert write("def read(self", "def") == "\n\n".join(alone)
     with pytest.raises(UserError, match="a prompt is ''; allowed"):
         write("def", "")
@@ -317,7 +317,7 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, mo
         ("def", 0.0, -1, "--seed -1; allowed, .*0 to"),
     ):
         with pytest.raises(UserError, match=words):
-            continuations(str(tmp_path), [prompt], 4, temperature, seed)
+            write(prompt, temperature=temperature, seed=seed)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -334,15 +334,15 @@ def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_pa
     RwkvForCausalLM(config).save_pretrained(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
     prompts = ["def", "def read(self, size)", "class"]
-    alone = [continuations(str(tmp_path), [prompt], 8, temperature, 5)[0] for prompt in prompts]
-    assert continuations(str(tmp_path), prompts, 8, temperature, 5) == alone
+    alone = [continuations(tmp_path, [prompt], 8, temperature, 5)[0] for prompt in prompts]
+    assert continuations(tmp_path, prompts, 8, temperature, 5) == alone
 
 
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
     lively_model(vocab_size=300).save_pretrained(tmp_path)
     open_task(DataConfig(source="copy", vocab_size=300), 24).tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="the tokenizer cannot encode a text .*WordLevel"):
-        continuations(str(tmp_path), ["def"], 2, 0.0, 0)
+        continuations(tmp_path, ["def"], 2, 0.0, 0)
 
 
 def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, tmp_path):
@@ -350,9 +350,9 @@ def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, 
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     prompt = len(tokenizer("def read").input_ids)
-    assert len(continuations(str(tmp_path), ["def read"], 16 - prompt, 0.0, 0)) == 1
+    assert len(continuations(tmp_path, ["def read"], 16 - prompt, 0.0, 0)) == 1
     with pytest.raises(UserError, match="--new-tokens is 16, .* is 16: ask for fewer"):
-        continuations(str(tmp_path), ["def read"], 16, 0.0, 0)
+        continuations(tmp_path, ["def read"], 16, 0.0, 0)
 
 
 @pytest.mark.parametrize("source", ["appends EOS", "Llama 2"])
@@ -371,4 +371,4 @@ def test_the_command_reads_a_prompt_as_training_reads_a_text(tmp_path, source):
         assert tokenizer.eos_token_id not in ids
         written.append(tokenizer.decode(generate(model, ids, new=6)[0], skip_special_tokens=True))
     expected = [prompt + text for prompt, text in zip(prompts, written, strict=True)]
-    assert continuations(str(tmp_path), prompts, 6, 0.0, 0) == expected
+    assert continuations(tmp_path, prompts, 6, 0.0, 0) == expected

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from mixer import MaskedMixerForCausalLM
-from mixer.generate import continuations
+from mixer.evaluation.generate import continuations
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv
@@ -114,7 +114,7 @@ def test_a_run_trains_scale_and_decay_and_its_checkpoint_writes_behind_the_conte
     ids = tokens(batch=1, length=2 * context)
     assert torch.equal(saved(ids).logits, model.cpu().eval()(ids).logits)
     assert all(layer.mixing.conv.decay.all() for layer in saved.model.layers)
-    assert len(continuations(str(checkpoint), ["def"], 2 * context, 0.0, 0)[0]) > context
+    assert len(continuations(checkpoint, ["def"], 2 * context, 0.0, 0)[0]) > context
 
 
 def test_a_sum_cannot_forget_tokens():

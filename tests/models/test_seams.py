@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError
-from mixer.inspect import mixing_matrices
+from mixer.evaluation.matrices import mixing_matrices
 from mixer.models.masked_mixer import mixing, modeling
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.convolution import TriangularConv

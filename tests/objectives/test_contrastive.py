@@ -13,14 +13,14 @@ from runs import read_lines
 from texts import EOS_IN_TEXTS, quiet, save_tokenizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from mixer.checkpoints.convert import convert_mixing
+from mixer.checkpoints.export import export
+from mixer.commands.eval import main as eval_command
 from mixer.common.errors import UserError
 from mixer.common.files import sha256
-from mixer.convert import convert_mixing
 from mixer.data.config import DataConfig, fingerprint
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
-from mixer.evaluation.evaluate import EvalOptions, evaluate
-from mixer.export import export
 from mixer.models.architecture import ModelConfig, model_config, new_model
 from mixer.objectives.retrieval import (
     PairFile,
@@ -292,7 +292,7 @@ def test_a_language_model_learns_to_find_partners_and_others_load_it(
     )
     assert torch.equal(head, before), "the output layer has no part in it"
     capsys.readouterr()
-    evaluate([EvalOptions(checkpoint=str(checkpoint), pairs=str(tmp_path / "data"))])
+    eval_command(["--checkpoint", str(checkpoint), "--pairs", str(tmp_path / "data")])
     (file,) = run.glob("retrieval-step-60-data*/report.json")
     (report,) = json.loads(file.read_text())
     assert report["top1_of_32"] == pytest.approx(shares[-1], abs=0.02)
@@ -380,7 +380,7 @@ def test_pairs_that_have_one_text_in_common_are_refused_and_two_are_learned(
     with pytest.raises(UserError, match=f"the train split of .* has one {side} in .* pairs"):
         train_on(["yes it is"])
     lines = train_on(["yes it is", "no it is not"])
-    told = f"Next: python -m mixer.eval --checkpoint {tmp_path}/runs/2/best --pairs {tmp_path}/2\n"
+    told = f"Next: mixer eval --checkpoint {tmp_path}/runs/2/best --pairs {tmp_path}/2\n"
     assert capsys.readouterr().out.endswith(told)
     assert lines[-1]["validation_loss"] < 0.1 and lines[-1]["top1_of_32"] > 0.9
 

@@ -61,7 +61,8 @@ def test_the_pages_objective_trains_resumes_and_is_evaluated(run_page, tmp_path,
 
 def test_the_pages_loss_trains_and_is_validated_as_language_is(run_page, write_config, tmp_path):
     register = (
-        'from mixer.objectives.config import OBJECTIVES\nOBJECTIVES["focal"] = ("mine:Focal",)\n'
+        "from mixer.objectives.config import OBJECTIVES, Traits\n"
+        'OBJECTIVES["focal"] = (Traits("mine:Focal"),)\n'
     )
     run_page(FOCAL + register)
     for name in ("language", "focal"):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from runs import assert_same, read_lines, read_losses
 
+from mixer.commands.eval import main as eval_command
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.evaluation.evaluate import EvalOptions, check_options, evaluate
+from mixer.evaluation.config import EvalOptions, check_options
 from mixer.objectives.tasks import SAMPLES, TaskSamples, open_task
 
 KEYED = {"hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 16}
@@ -127,7 +128,7 @@ def test_a_tiny_keyed_mixer_learns_to_copy_goes_on_to_the_bit_and_is_evaluated(
     assert_same(runs / "cut", runs / "whole", 60)
 
     monkeypatch.chdir(tmp_path)  # the task is read from the checkpoint alone
-    evaluate([EvalOptions(checkpoint=str(runs / "whole/step-60"), device="cpu")])
+    eval_command(["--checkpoint", str(runs / "whole/step-60"), "--device", "cpu"])
     (result,) = json.loads((runs / "whole/eval-step-60/report.json").read_text())
     assert result["tokens_scored"] == 2048 * 8
     assert result["accuracy"] == pytest.approx(right[-1], abs=0.05)

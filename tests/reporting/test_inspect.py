@@ -1,4 +1,4 @@
-"""Promises of `python -m mixer.inspect`: the numbers are what their names say, and every page is
+"""Promises of `mixer inspect`: the numbers are what their names say, and every page is
 made.
 """
 
@@ -12,8 +12,14 @@ from matplotlib.figure import Figure
 from pictures import assert_png
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.commands.inspect import main
 from mixer.common.errors import UserError
-from mixer.inspect import by_lag, effective_context, main, mixing_matrices, plot_by_lag
+from mixer.evaluation.matrices import (
+    by_lag,
+    effective_context,
+    mixing_matrices,
+    plot_by_lag,
+)
 
 
 def test_effective_context_is_counted_by_hand():
@@ -42,7 +48,7 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer(tmp_path):
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 24}
     shape |= {"vocab_size": 300, "mixer_kernel_size": 2, "mixer_expansion": True}
     MaskedMixerForCausalLM(MaskedMixerConfig(**shape)).save_pretrained(tmp_path / "step-2")
-    command = ["-m", "mixer.inspect", "--checkpoint", tmp_path / "step-2"]
+    command = ["-m", "mixer", "inspect", "--checkpoint", tmp_path / "step-2"]
     printed = run_python(*command, output=tmp_path / "printed")
     index = tmp_path / "inspect-step-2" / "index.md"
     assert printed.strip().splitlines()[-1] == str(index)

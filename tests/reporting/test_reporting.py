@@ -11,11 +11,12 @@ from markdown import rows, tables
 from matplotlib.figure import Figure
 from pictures import assert_png
 
-from mixer import doctor, eval, inspect, report, train
+from mixer.commands import curves, doctor, eval, inspect, train
 from mixer.common.errors import UserError
 from mixer.comparison import report as comparison_report
-from mixer.evaluation.evaluate import EvalOptions, evaluate_checkpoint, evaluation_report
-from mixer.report import compare_runs, plot_training, smooth
+from mixer.evaluation.config import EvalOptions
+from mixer.evaluation.evaluate import evaluate_checkpoint, evaluation_report
+from mixer.reporting.curves import compare_runs, plot_training, smooth
 from mixer.reporting.figure import plot_loss_by_position
 from mixer.reporting.text import WIDTH, read_metrics
 
@@ -54,7 +55,7 @@ def write_metrics(directory, shift=0.0, seconds=0.5, token_bytes=4.0):
     return directory
 
 
-def curves(axes) -> dict[str, tuple[list, list]]:
+def drawn_lines(axes) -> dict[str, tuple[list, list]]:
     """The lines of a plot: label -> (x, y)."""
     return {str(line.get_label()): tuple(map(list, line.get_data())) for line in axes.get_lines()}
 
@@ -63,7 +64,7 @@ def test_a_runs_picture_has_its_losses(tmp_path, drawn):
     run = write_metrics(tmp_path / "demo")
     plot_training(run, run / "training.png")
     (axes,) = drawn[0].axes
-    shown = [curve for name, curve in curves(axes).items() if not name.startswith("_")]
+    shown = [curve for name, curve in drawn_lines(axes).items() if not name.startswith("_")]
     assert shown[0] == (STEPS, losses(0.0))
     assert shown[1] == (STEPS[9::10], [y + 0.1 for y in losses(0.0)[9::10]])
     assert axes.get_title(loc="left") == "demo: loss"
@@ -72,17 +73,17 @@ def test_a_runs_picture_has_its_losses(tmp_path, drawn):
 def test_published_losses_lie_in_a_runs_picture_as_far_as_the_run_goes(tmp_path, drawn):
     run, file = write_metrics(tmp_path / "demo"), tmp_path / "published.yaml"
     file.write_text("theirs: {source: a page, losses: {10: 4.5, 30: 4, 50: 3.5}}\n")
-    report.main([str(run), "--published", str(file)])
+    curves.main([str(run), "--published", str(file)])
     (axes,) = drawn[0].axes
-    assert curves(axes)["theirs: 4.000 at step 30"] == ([10, 30], [4.5, 4.0])
-    report.main([str(run), "--published", str(AUTHOR)])
+    assert drawn_lines(axes)["theirs: 4.000 at step 30"] == ([10, 30], [4.5, 4.0])
+    curves.main([str(run), "--published", str(AUTHOR)])
     known = {"flat 512": "3.864", "Toeplitz 512": "4.150", "Toeplitz 1024": "3.901"}
     names = {f"published {run}: {loss} at step 4,000" for run, loss in known.items()}
-    assert names <= curves(drawn[1].axes[0]).keys()
+    assert names <= drawn_lines(drawn[1].axes[0]).keys()
     for wrong in ("theirs: [3]", "theirs: {losses: {}}", "theirs: {losses: {10: low}}"):
         file.write_text(wrong)
         with pytest.raises(UserError, match="published.yaml is not a file of losses by step"):
-            report.main([str(run), "--published", str(file)])
+            curves.main([str(run), "--published", str(file)])
 
 
 def test_smoothing_means_stretches_of_a_long_run_and_does_not_lag_behind():
@@ -129,7 +130,9 @@ def test_no_picture_cuts_a_curve_off_or_covers_it(tmp_path, drawn, kind):
     assert_png(tmp_path / "drawn.png")
     axes = drawn[0].axes[0]
     low, high = axes.get_ylim()
-    drawn_losses = [y for _, y in curves(axes).values() if y != [0, 1]]  # but for upright lines
+    drawn_losses = [
+        y for _, y in drawn_lines(axes).values() if y != [0, 1]
+    ]  # but for upright lines
     assert drawn_losses and all(np.nanmin(y) >= low for y in drawn_losses)
     assert all(np.nanmax(y) <= high for y in drawn_losses)
     legend, box = axes.get_legend(), axes.get_window_extent()
@@ -154,8 +157,8 @@ def test_a_loss_by_position_begins_at_the_first_token_and_leaves_out_what_is_unk
 def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [write_metrics(Path("slow")), write_metrics(Path("fast"), -0.5, 0.25)]
-    report.main([str(runs[1] / "metrics.jsonl")])
-    report.main([*map(str, runs), "--output", "."])
+    curves.main([str(runs[1] / "metrics.jsonl")])
+    curves.main([*map(str, runs), "--output", "."])
     pictures = [runs[1] / "training.png", Path("comparison.png")]
     for picture in pictures:
         assert_png(picture)
@@ -168,15 +171,15 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
     assert fast[:4] == [str(runs[1]), "40", "10.0", f"{losses(-0.5)[-1] + 0.1:.4f}"]
     assert fast[4] == f"{(losses(-0.5)[-1] + 0.1) / math.log(2) / 4:.4f}"
     times = ([5, 10, 15, 20], [2.5, 5, 7.5, 10])
-    shown = curves(drawn[1].axes[0]).values()
+    shown = drawn_lines(drawn[1].axes[0]).values()
     for curve, shift, seconds in zip(shown, (0, -0.5), times, strict=True):
         np.testing.assert_allclose(curve[0], seconds)
         np.testing.assert_allclose(curve[1], [y + 0.1 for y in losses(shift)[9::10]])
     (runs[1] / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "seconds": 1.0}\n')
     with pytest.raises(UserError, match="fast has no validation loss yet"):
-        report.main([*map(str, runs)])
+        curves.main([*map(str, runs)])
     with pytest.raises(UserError, match="^runs/none does not exist: give a run"):
-        report.main(["runs/none"])
+        curves.main(["runs/none"])
     assert not Path("runs").exists()
     (runs[0] / "step-4/trainer_state").mkdir(parents=True)  # as a checkpoint has
     (runs[0] / "best").symlink_to("step-4")
@@ -184,9 +187,9 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
         with pytest.raises(
             UserError, match=f"^slow/{name}/metrics.jsonl does not exist: give slow$"
         ):
-            report.main([f"slow/{name}"])
+            curves.main([f"slow/{name}"])
     with pytest.raises(UserError, match="^metrics.jsonl does not exist: give .* or slow$"):
-        report.main(["."])
+        curves.main(["."])
 
 
 def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, monkeypatch):
@@ -194,10 +197,10 @@ def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, 
     write_metrics(Path("one"))
     for name, token_bytes in (("same", 4.0), ("other", 3.0)):
         write_metrics(Path(name), -0.5, token_bytes=token_bytes)
-        report.main(["one", name])
+        curves.main(["one", name])
         differs = "texts differ: compare bits" in capsys.readouterr().out
         assert differs == (name == "other")
-        ends = [y[-1] for _, y in curves(drawn[-1].axes[0]).values()]
+        ends = [y[-1] for _, y in drawn_lines(drawn[-1].axes[0]).values()]
         measured = [read_metrics(run)[-1] for run in ("one", name)]
         key = "validation_bits_per_byte" if differs else "validation_loss"
         assert ends == [line[key] for line in measured]

@@ -9,12 +9,12 @@ import yaml
 from runs import ROOT
 
 from mixer.checkpoints.settings import save_config
+from mixer.commands.train import main
 from mixer.common.errors import UserError
 from mixer.models.architecture import model_config
 from mixer.models.config import ARCHITECTURES, ModelConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 from mixer.ops import BACKENDS
-from mixer.train import main
 from mixer.training.config import OPTIONS, RunConfig, flatten, load_config, used_configuration
 from mixer.training.optim import OPTIMIZERS
 

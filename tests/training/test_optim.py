@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mixer.common.errors import UserError
-from mixer.compare import entrant
+from mixer.comparison.side_by_side import entrant
 from mixer.training.config import load_config, override
 from mixer.training.optim import (
     LAGS_LR,

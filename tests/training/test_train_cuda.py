@@ -106,7 +106,7 @@ def late() -> None:
     """The device makes the copies of a checkpoint's state late, and the thread writes them when
     training has gone on.
     """
-    from mixer.checkpoints.checkpoint import CheckpointWriter
+    from mixer.checkpoints.writer import CheckpointWriter
 
     real_copy, real_write = CheckpointWriter._copy, CheckpointWriter._write
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mixer.common.options import option
 
+BACKENDS = ("auto", "cuda", "dense")  # as in mixer/ops/plain.py, which takes time to import
 # Mixing weights that are a recurrence, with a memory of constant size; see RecurrentConv.
 RECURRENT = ("rows", "columns", "mixed")
 # Options that need a mixer_key_size.
@@ -101,7 +102,7 @@ class MixerOptions:
         "auto",
         "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run. On GPUs other than "
         "H100 and H200, training with auto first times both and keeps the faster",
-        choices=("auto", "cuda", "dense"),
+        choices=BACKENDS,
     )
 
 

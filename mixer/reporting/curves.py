@@ -1,50 +1,16 @@
-"""Plot the losses of runs.
-
-python -m mixer.report runs/demo                            # runs/demo/training.png
-python -m mixer.report runs/one runs/two --output both.png  # validation loss by training time
-python -m mixer.report runs/author-toeplitz --published benchmarks/published.yaml
-"""
+"""Draws the losses of a run, or of several by training time."""
 
 from pathlib import Path
 
 import numpy as np
 
-from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import as_path, check_writable, results_locked, whole_file
+from mixer.common.errors import UserError
+from mixer.common.files import as_path
 from mixer.common.values import read_yaml
 from mixer.reporting.figure import GREY, PLAIN, curves, short_name
-from mixer.reporting.text import SECONDS, read_metrics, series, table
+from mixer.reporting.text import SECONDS, read_metrics, series
 
 MOST_MEANS = 50  # points of a smoothed curve
-
-
-def main(arguments=None) -> None:
-    parser = command_parser("mixer.report", __doc__)
-    parser.add_argument("run", nargs="+", help="directory or metrics.jsonl; several are compared")
-    parser.add_argument("--output", help="plot; default: a .png in the first run")
-    published_help = "YAML file with published losses, drawn beside those of one run"
-    parser.add_argument("--published", metavar="FILE", help=published_help)
-    options = parser.parse_args(arguments)
-    if options.published and len(options.run) > 1:
-        raise UserError("--published goes with one run: give one, or leave it out")
-    first = as_path(options.run[0])
-    output = as_path(options.output or (first if first.is_dir() else first.parent))
-    if output.is_dir() or not options.output:
-        output /= "training.png" if len(options.run) == 1 else "comparison.png"
-    if output.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"{output} is not a picture; give a name that ends in .png, .svg or .pdf")
-    for run in options.run:
-        read_metrics(run)  # before output: a checkpoint given as a run is the wrong run
-    check_writable(output.parent)
-    with results_locked(output), whole_file(output) as stage:
-        if len(options.run) == 1:
-            plot_training(first, stage, options.published)
-        else:
-            rows = compare_runs(options.run, stage)
-            print(table(rows) + "\n")
-            if tokens_differ(rows):
-                print("Tokenizers or validation texts differ: compare bits/byte, not the losses.\n")
-    print(output)
 
 
 def plot_training(run: Path, output: Path, published: str | None = None) -> None:
@@ -139,7 +105,3 @@ def tokens_differ(rows: list[dict]) -> bool:
         if row["bits/byte"] != "-"
     }
     return len(ratios) > 1
-
-
-if __name__ == "__main__":
-    run_command(main)

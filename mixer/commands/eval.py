@@ -1,31 +1,32 @@
 """Evaluate checkpoints: perplexity per token, word and byte, loss by position, speed and memory.
 
 On the validation split of the run:
-    python eval.py --checkpoint runs/demo/step-600
+    mixer eval --checkpoint runs/demo/step-600
 On any UTF-8 text, alongside any causal language model:
-    python eval.py --checkpoint runs/demo/step-600 path/to/gpt2 --text book.txt
+    mixer eval --checkpoint runs/demo/step-600 path/to/gpt2 --text book.txt
 On a dataset of the hub:
-    python eval.py --checkpoint runs/demo/step-600 --hub Salesforce/wikitext \\
+    mixer eval --checkpoint runs/demo/step-600 --hub Salesforce/wikitext \\
         --subset wikitext-103-raw-v1
 On several GPUs, which share the windows:
     accelerate launch --multi_gpu eval.py --checkpoint runs/v100/step-200000
 With the conventions of lm-evaluation-harness:
-    python eval.py ... --first-token eos --last-window full
+    mixer eval ... --first-token eos --last-window full
 """
 
 from dataclasses import Field, fields
 from functools import partial
 
-from mixer.checkpoints.pretrained import settled
-from mixer.common.errors import command_parser, run_command
+from mixer.checkpoints.model_files import existing
+from mixer.common.errors import command_parser, rank, run_command
+from mixer.common.files import as_path, check_writable
 from mixer.distributed.launcher import follow_launcher
-from mixer.evaluation.evaluate import EvalOptions, evaluate
+from mixer.evaluation.config import EvalOptions, check_options, default_directory
 
 SOURCES = ("text", "data", "pairs", "hub")  # of which at most one is given
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser(None, __doc__)
+    parser = command_parser("mixer eval", __doc__)
     sources = parser.add_mutually_exclusive_group()
     for field in fields(EvalOptions):
         add_option(sources if field.name in SOURCES else parser, field)
@@ -34,7 +35,16 @@ def main(arguments: list[str] | None = None) -> None:
     follow_launcher()
     checkpoints = options.pop("checkpoint")
     output = options.pop("output")
-    evaluate([EvalOptions(checkpoint=str(path), **options) for path in checkpoints], output)
+    evaluations = [EvalOptions(checkpoint=str(path), **options) for path in checkpoints]
+    for evaluation in evaluations:
+        check_options(evaluation)
+    directory = as_path(output or default_directory(evaluations))
+    if rank() == 0:
+        check_writable(directory)
+    # Only now, as this takes seconds.
+    from mixer.evaluation.evaluate import evaluate
+
+    evaluate(evaluations, directory)
 
 
 def add_option(group, field: Field) -> None:
@@ -42,7 +52,7 @@ def add_option(group, field: Field) -> None:
     flag = "--" + field.name.replace("_", "-")
     add = partial(group.add_argument, flag, default=field.default, help=field.metadata["help"])
     if field.name == "checkpoint":
-        add(nargs="+", required=True, type=settled, metavar="DIR")
+        add(nargs="+", required=True, type=existing, metavar="DIR")
     elif field.name == "text":
         add(nargs="+", metavar="FILE")
     elif field.metadata["choices"]:

@@ -1,19 +1,16 @@
-"""Whether the CUDA kernels will work here, and if not, what to do: `python -m mixer.doctor`.
+"""What keeps the CUDA kernels from working here, and a command that mends it.
 
 Kernels are built if none are there, and compared with plain PyTorch: only running them shows that
-they are right. Status 0 if backend `cuda` will work, else 1.
+they are right.
 """
 
 import os
 import re
-import sys
 import warnings
 
 import torch
 
-from mixer.common.errors import command_parser, run_command
 from mixer.ops import build, cuda
-from mixer.reporting.text import wrapped
 
 # CUDA 12.6 is the last whose torch has V100, and driver 580 the last that knows a V100.
 INSTALL_TORCH = "pip install --force-reinstall torch"  # without force pip keeps what is there
@@ -63,28 +60,3 @@ def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str
     # The builder's advice comes last in what it says.
     commands = ["python -m mixer.ops.build", *re.findall(r"`([^`\n]+)`", reason)]
     return f"the kernels do not run on {name}: {reason}", commands[-1]
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("mixer.doctor", "Check whether the CUDA kernels work here.")
-    parser.parse_args(arguments)
-    print(f"torch: {torch.__version__}")
-    problems = {blindness()} - {None}
-    for index in range(0 if problems else torch.cuda.device_count()):
-        name = torch.cuda.get_device_name(index)
-        capability = torch.cuda.get_device_capability(index)
-        problem = gpu_problem(index, name, capability)
-        origin = "prebuilt kernels" if build.prebuilt_library(capability) else "kernels built here"
-        state = "kernels do not run" if problem else f"{origin} run"
-        print(f"GPU {index}: {name}, compute capability {build.dotted(capability)}; {state}")
-        problems |= {problem} - {None}
-    print(f"The cuda backend {'will not work' if problems else 'works'} here.")
-    if problems:
-        print("Models run in plain PyTorch. To use an NVIDIA GPU, fix this:")
-    for problem, fix in sorted(problems):
-        print(f"\n{wrapped(f'PROBLEM: {problem}')}\n  $ {fix}")
-    sys.exit(1 if problems else 0)
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,10 +1,7 @@
-"""Draw the mixing matrices of a checkpoint.
+"""The mixing matrices of a checkpoint, drawn and measured.
 
-    python -m mixer.inspect --checkpoint runs/demo/step-600
-
-The command writes a page with statistics of all matrices, heat maps, and a plot of how far back
-they reach. A matrix W is (context, context) and lower-triangular: token i receives W[i, j] of
-token j, at lag i - j.
+A matrix W is (context, context) and lower-triangular: token i receives W[i, j] of token j, at lag
+i - j.
 """
 
 import math
@@ -13,15 +10,9 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from mixer.checkpoints.pretrained import load_masked_mixer, settled
-from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import (
-    as_path,
-    check_writable,
-    directory_for,
-    results_locked,
-    whole_directory,
-)
+from mixer.checkpoints.pretrained import load_masked_mixer
+from mixer.common.errors import UserError
+from mixer.common.files import results_locked, whole_directory
 from mixer.models.masked_mixer.convolution import TriangularConv
 from mixer.reporting.figure import PLAIN, curves, log_axis, log_means, new_figure
 from mixer.reporting.text import table, wrapped
@@ -35,14 +26,9 @@ NOTES = (
 )
 
 
-def main(arguments=None) -> None:
-    parser = command_parser("mixer.inspect", __doc__)
-    parser.add_argument("--checkpoint", type=settled, required=True, help="a masked mixer")
-    parser.add_argument("--output", help="default: CHECKPOINT/../inspect-<checkpoint>")
-    options = parser.parse_args(arguments)
-    output = as_path(options.output or directory_for(options.checkpoint, "inspect"))
-    check_writable(output)
-    model = load_masked_mixer(options.checkpoint)
+def write_matrices(checkpoint: Path, output: Path) -> None:
+    """Writes the page and its pictures into a directory. Raises UserError if there are none."""
+    model = load_masked_mixer(checkpoint)
     rows = []
     curves_by_lag = {}  # by the number of the layer
     pictures = ["by_lag.png"]
@@ -55,16 +41,15 @@ def main(arguments=None) -> None:
                 curves_by_lag[number] = by_lag(matrices)
         if not rows:
             problem = "has attention in all blocks, and no mixing matrices"
-            raise UserError(f"{options.checkpoint} {problem}: give a model that has some")
+            raise UserError(f"{checkpoint} {problem}: give a model that has some")
         plot_by_lag(curves_by_lag, stage / "by_lag.png")
         sections = [
-            f"# Mixing matrices of {options.checkpoint}",
+            f"# Mixing matrices of {checkpoint}",
             table(rows, keys=2),
             wrapped(NOTES) + "\n",
         ]
         page = "\n\n".join(sections) + "".join(f"\n![{name}]({name})\n" for name in pictures)
         (stage / "index.md").write_text(page, encoding="utf-8")
-    print(output / "index.md")
 
 
 def mixing_matrices(layer: nn.Module) -> Matrices:
@@ -149,7 +134,3 @@ def plot_by_lag(curves_by_lag: dict[int, np.ndarray], output: Path) -> None:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(PLAIN)
         log_axis(axes.yaxis, 10, (1, 2, 3, 5))
-
-
-if __name__ == "__main__":
-    run_command(main)

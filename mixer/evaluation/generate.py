@@ -1,18 +1,14 @@
-"""Continue texts with a checkpoint.
+"""Continues texts with a checkpoint."""
 
-python -m mixer.generate --checkpoint runs/demo/step-600 --prompt "def read(self, "
-"""
-
-import math
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, set_seed
 
-from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
-from mixer.common.errors import UserError, command_parser, run_command
+from mixer.checkpoints.pretrained import check_token, load_checkpoint
+from mixer.common.errors import UserError
 from mixer.common.hardware import memory_for
-from mixer.common.options import is_plain_text
 from mixer.data.tokenizer import text_encoder
 from mixer.evaluation.scoring import check_length, choose_device
 
@@ -20,23 +16,17 @@ GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
 
 
 def continuations(
-    checkpoint: str, prompts: list[str], new_tokens: int, temperature: float, seed: int
+    checkpoint: Path, prompts: list[str], new_tokens: int, temperature: float, seed: int
 ) -> list[str]:
     """Each prompt and its continuation, sampled from the 50 likeliest tokens, or greedy at
     temperature 0. One prompt at a time, as not every model leaves out the padding of a batch.
     Raises UserError for whatever cannot be used, and too little memory.
     """
-    if not (new_tokens > 0 and 0 <= temperature < math.inf and 0 <= seed < 2**32):
-        problem = f"--new-tokens {new_tokens} --temperature {temperature:g} --seed {seed}"
-        raise UserError(f"{problem}; allowed, in this order: 1 or more, 0 or more, 0 to 2**32 - 1")
-    for prompt in prompts:
-        if not (prompt and is_plain_text(prompt)):
-            raise UserError(f"a prompt is {prompt[:50]!r}; allowed: a token or more of UTF-8 text")
     device = choose_device("auto", "fp32")
     sizes = f"--new-tokens {new_tokens}"
     advice = "Give a smaller --new-tokens"
     with memory_for(device, f"generating with {checkpoint}", sizes, advice):
-        model, tokenizer = load_checkpoint(settled(checkpoint), device)
+        model, tokenizer = load_checkpoint(checkpoint, device)
         encode = text_encoder(tokenizer)
         rows = [torch.from_numpy(encode(prompt).astype(np.int64)) for prompt in prompts]
         for prompt, row in zip(prompts, rows, strict=True):
@@ -60,26 +50,3 @@ def continuations(
             output = model.generate(ids, attention_mask=torch.ones_like(ids))
             texts.append(tokenizer.decode(output[0], skip_special_tokens=True))
     return texts
-
-
-def main() -> None:
-    parser = command_parser("mixer.generate", __doc__)
-    add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="any causal language model")
-    add("--prompt", dest="prompts", required=True, nargs="+", metavar="TEXT", help="to continue")
-    add("--new-tokens", type=int, metavar="N", default=80, help="at most this many; default: 80")
-    add("--temperature", type=float, default=0.7, metavar="X", help="default: 0.7; 0: greedy")
-    add("--seed", type=int, metavar="N", default=0, help="default: 0")
-    options = parser.parse_args()
-    texts = continuations(
-        options.checkpoint,
-        options.prompts,
-        options.new_tokens,
-        options.temperature,
-        options.seed,
-    )
-    print("\n\n".join(texts))
-
-
-if __name__ == "__main__":
-    run_command(main)

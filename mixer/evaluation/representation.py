@@ -1,9 +1,6 @@
 """The representation test of arXiv 2409.01482: how much of a text can be recovered from a layer's
 output, in any causal language model, with its trained weights and with random ones.
 
-    python -m mixer.representation --checkpoint runs/demo/step-600
-    python -m mixer.representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6 12
-
 A guess starts as Gaussian noise in place of the text's embeddings. Gradient descent minimizes the
 L1 distance between the layer's outputs for the guess and for the text: of all tokens, or of the
 last alone. The pseudo-inverse of the embedding then turns the guess into tokens. The Hamming score
@@ -11,80 +8,50 @@ is the share of positions whose token is wrong. The author's script accepts the 
 a position, so its scores are no higher. A better search might recover more.
 """
 
-import argparse
 import copy
-import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mixer.checkpoints.pretrained import check_token, load_checkpoint, settled
-from mixer.common.errors import UserError, command_parser, run_command
-from mixer.common.files import (
-    as_path,
-    check_writable,
-    directory_for,
-    results_locked,
-    whole_directory,
-)
+from mixer.checkpoints.pretrained import check_token, load_checkpoint
+from mixer.common.errors import UserError
 from mixer.evaluation import evaluate, texts
-from mixer.evaluation.scoring import DEVICES, choose_device
+from mixer.evaluation.config import EvalOptions
+from mixer.evaluation.scoring import choose_device
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.reporting.text import table, wrapped
 
-TOKENS = (16, 32, 64, 128)
+TOKENS = (16, 32, 64, 128)  # the default of --tokens
 TEXTS = 8  # windows for each length
 READ = {"all": slice(None), "last": slice(-1, None)}  # the tokens whose outputs are compared
 LR = 0.02  # of the first step
 
 
-def main(arguments=None) -> None:
-    parser = command_parser("mixer.representation", __doc__)
-    add = parser.add_argument
-    layers_help = "blocks, from 1; 0: the embedding; default: all"
-    tokens_help = f"text lengths; default: those of {TOKENS} that fit"
-    steps_help = "gradient descent steps; default: 500"
-    add("--checkpoint", required=True, type=settled, metavar="DIR", help="a causal model")
-    add("--data", default="", metavar="DIR", help="prepared data; default: the run's")
-    add("--text", nargs="+", default=[], metavar="FILE", help="files instead; the longest is used")
-    add("--layers", nargs="+", type=int, metavar="N", help=layers_help)
-    add("--tokens", nargs="+", type=int, metavar="N", help=tokens_help)
-    add("--steps", type=int, metavar="N", default=500, help=steps_help)
-    add("--device", default="auto", choices=DEVICES)
-    add("--output", metavar="DIR", help="default: CHECKPOINT/../representation-<checkpoint>")
-    options = parser.parse_args(arguments)
-    output = as_path(options.output or directory_for(options.checkpoint, "representation"))
-    check_writable(output)
-    with results_locked(output):
-        result = representation(options)
-        text = report(result)
-        print(text)
-        with whole_directory(output) as stage:
-            (stage / "representation.md").write_text(f"# Representation\n\n{text}\n")
-            (stage / "representation.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(f"\nrepresentation.json and .md are in {output}")
+def representation(
+    source: EvalOptions, layers: list[int] | None, tokens: list[int] | None, steps: int
+) -> dict:
+    """All numbers of the report.
 
-
-def representation(options: argparse.Namespace) -> dict:
-    """All numbers of the report; see main for the options."""
-    directory = options.checkpoint
-    source = evaluate.EvalOptions(str(directory), text=options.text, data=options.data)
-    evaluate.check_options(source)
-    model, tokenizer = load_checkpoint(directory, choose_device(options.device, "fp32"))
+    source: the checkpoint, and the text of which windows are taken. layers, tokens: None stands for
+    all blocks, and for those of TOKENS that fit. Raises UserError for what the model does not have.
+    """
+    directory = Path(source.checkpoint)
+    model, tokenizer = load_checkpoint(directory, choose_device(source.device, source.dtype))
     context, _ = evaluate.choose_window(source, model)
     text = texts.choose_text(source, context, tokenizer)
-    check_token(max(int(tokens.max()) for tokens in text.streams), model, text.name)
+    check_token(max(int(stream.max()) for stream in text.streams), model, text.name)
     stream = max(text.streams, key=len)
     block_count = len(blocks(model.base_model))
-    layers = range(block_count + 1) if options.layers is None else options.layers
+    layers = list(range(block_count + 1)) if layers is None else layers
     longest = min(context, len(stream))
-    lengths = options.tokens or [n for n in TOKENS if n <= longest] or [longest]
+    lengths = tokens or [n for n in TOKENS if n <= longest] or [longest]
     for name, values, least, most in (
-        ("steps", [options.steps], 1, 10**9),
+        ("steps", [steps], 1, 10**9),
         ("layers", layers, 0, block_count),
         ("tokens", lengths, 1, longest),
     ):
@@ -93,8 +60,8 @@ def representation(options: argparse.Namespace) -> dict:
     windows = []  # of each length (texts, length), their beginnings spread evenly over the stream
     for length in lengths:
         starts = np.linspace(0, len(stream) - length, TEXTS).astype(int)
-        tokens = np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
-        windows.append(torch.from_numpy(tokens).to(model.device))
+        window = np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
+        windows.append(torch.from_numpy(window).to(model.device))
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
@@ -104,21 +71,21 @@ def representation(options: argparse.Namespace) -> dict:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
             run = first_layers(tested, layer)
             for outputs, read in READ.items():
-                for tokens in windows:
-                    guess, distance_left = reconstruct(run, embedding[tokens], read, options.steps)
+                for window in windows:
+                    guess, distance_left = reconstruct(run, embedding[window], read, steps)
                     row = {
                         "weights": weights,
                         "outputs": outputs,
                         "layer": layer,
-                        "tokens": tokens.shape[1],
-                        "hamming": hamming_score(guess, tokens, inverse),
+                        "tokens": window.shape[1],
+                        "hamming": hamming_score(guess, window, inverse),
                         "distance_left": distance_left,
                     }
                     rows.append(row)
     return evaluate.describe_model(directory, model, tokenizer) | {
         "text": text.name,
         "texts": TEXTS,
-        "steps": options.steps,
+        "steps": steps,
         "rows": rows,
     }
 
@@ -218,7 +185,3 @@ def random_twin(model: PreTrainedModel) -> PreTrainedModel:
     torch.manual_seed(0)
     twin = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return twin.to(model.device).eval()
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,21 +1,12 @@
-"""Turn a checkpoint into a directory to publish.
-
-    python -m mixer.export runs/v100/best --output my-mixer --license apache-2.0
-    hf upload NAME my-mixer
-
-The directory contains what `from_pretrained` needs, the model's code for machines without this
-package, and a model card with the run's settings and last losses, but no optimizer state.
-"""
+"""A checkpoint as a directory to publish, with a model card."""
 
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
 from mixer.checkpoints.checkpoint import read_trainer
-from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, settled, write_new
+from mixer.checkpoints.pretrained import check_finite, load_masked_mixer, write_new
 from mixer.checkpoints.settings import earlier_settings
-from mixer.common.errors import command_parser, run_command
-from mixer.common.files import as_path, check_new
 from mixer.common.hardware import TYPES
 from mixer.common.values import as_yaml
 from mixer.data.tokenizer import read_tokenizer
@@ -61,7 +52,6 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     Raises UserError if `output` is not new, if `checkpoint` is not a masked mixer, and if a weight
     is not finite, in fp32 or in `dtype`.
     """
-    check_new(output)
     model = load_masked_mixer(checkpoint)
     tokenizer = read_tokenizer(str(checkpoint))
     model.config.mixing_backend = "auto"
@@ -131,18 +121,3 @@ def configuration(trainer: dict) -> str:
     }
     text = f"\n## Configuration\n\n```yaml\n{as_yaml(settings)}```\n"
     return text + "".join(f"\n{line}.\n" for line in earlier_settings(earlier))
-
-
-def main() -> None:
-    parser = command_parser("mixer.export", __doc__)
-    add = parser.add_argument
-    add("checkpoint", type=settled, metavar="DIR", help="a checkpoint of a masked mixer")
-    add("--output", type=as_path, required=True, metavar="DIR", help="new; its name is the model's")
-    add("--license", required=True, metavar="NAME", help="the model's license, for the card")
-    add("--dtype", choices=TYPES, default="fp32", help="type of the weights; default: fp32")
-    options = parser.parse_args()
-    export(options.checkpoint, options.output, options.license, options.dtype)
-
-
-if __name__ == "__main__":
-    run_command(main)

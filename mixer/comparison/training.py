@@ -1,0 +1,89 @@
+"""One run of a plan: it trains, and measures."""
+
+import shutil
+import signal
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from mixer.common.errors import NotFinite, UserError
+from mixer.common.hardware import hardware
+from mixer.comparison.plan import SIGNALS, Run
+from mixer.data.config import Manifest
+from mixer.reporting.text import read_metrics
+from mixer.training.config import load_config
+from mixer.training.loop import train
+from mixer.training.passes import useful_flops
+
+POINTS = 60  # of a curve of the results, at most
+
+
+def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None:
+    """What a run measures; None if a signal has stopped it, and it was saved. Raises UserError for
+    another text than the recorded one, if there is one.
+    """
+    config = run.config(
+        f"name={run.folder}",
+        f"output_dir={folder}",
+        "train.eval_every=0",
+        "checkpoint.save_every=0",
+        f"checkpoint.save_last={str(run.keeps_checkpoint).lower()}",
+    )
+    saved = config.directory / "config.yaml"
+    if saved.exists() and load_config(str(saved), []) != config:  # of other options
+        shutil.rmtree(config.directory)
+    data = config.objective.open_data()
+    text = [split.tokens_sha256 for split in data.manifest.splits.values()]
+    if recorded not in (None, text):
+        problem = f"{config.data.directory or config.data.source} has other tokens than the results"
+        raise UserError(f"{problem}: restore the text, or give another --output")
+    row = run.identity | {"settings": run.settings, "hardware": hardware(), "text_sha256": text}
+    try:
+        model = train(config)
+    except NotFinite as error:  # a run that diverges is a result, too
+        row["failure"] = str(error)
+    else:
+        for number in SIGNALS:  # what is left takes seconds
+            signal.signal(number, signal.SIG_IGN)
+        lines = read_metrics(config.directory)
+        if lines[-1]["step"] < config.train.steps:
+            return None
+        row |= measured(lines, data.manifest, is_speed=run.identity.get("budget") == 0)
+        row["parameters"] = model.num_parameters()
+        row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
+    if run.keeps_checkpoint:
+        row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
+    else:
+        shutil.rmtree(config.directory)
+    return row
+
+
+def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
+    """What the metrics of a run say."""
+    windows = [line for line in lines if "loss" in line]
+    last = windows[-1]
+    validation = [line for line in lines if "validation_loss" in line][-1]
+    # Starts slow the first window, and in a short run those of other processes slow all but one.
+    step_seconds = [
+        window["seconds"] / (window["step"] - previous["step"])
+        for previous, window in pairwise(windows)
+    ]
+    step_seconds = step_seconds or [last["seconds"] / last["step"]]
+    seconds = min(step_seconds) if is_speed else median(step_seconds)
+    tokens_a_step = last["tokens"] // last["step"]
+    text = data.splits["train"]
+    return {
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "tokens_a_step": tokens_a_step,
+        "tokens_per_second": tokens_a_step / seconds,
+        "training_seconds": last["step"] * seconds,
+        "training_tokens": text.tokens,
+        "passes": last["tokens"] / text.tokens,
+        "peak_memory_gb": last["peak_memory_gb"],
+        "validation_loss": validation["validation_loss"],
+        "accuracy": validation.get("validation_accuracy"),
+        "bits_per_byte": validation.get("validation_bits_per_byte"),
+        "loss": [[line["step"], line["loss"]] for line in windows[:: len(windows) // POINTS + 1]],
+        **{name: validation[name] for name in validation if name.startswith("top1_of_")},
+    }
