@@ -98,8 +98,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Ten documents, of no word to far more than the context, two of them copies, and one with the
-    id of a query, not in the order of their ids; four queries, of which the test split judges three.
+    """Ten documents, of no word to far more than the context, not in the order of their ids: two are
+    copies, and one has the id of a query; four queries, of which the test split judges three.
     """
     generator = random.Random(0)
     sizes = [0, 1, 5, 200, 9, 40, 7, 3, 12]
