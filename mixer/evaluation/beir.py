@@ -24,6 +24,19 @@ Relevance = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A document or a query."""
+
+    id: str
+    title: str  # "" if it has none
+    text: str
+
+    def joined(self) -> str:
+        """The text with the title before it, as BEIR joins them."""
+        return f"{self.title} {self.text}".strip()
+
+
+@dataclass(frozen=True)
 class Collection:
     corpus: Path
     document_ids: list[str]  # in the order of the corpus
@@ -32,8 +45,7 @@ class Collection:
 
     def documents(self) -> Iterator[str]:
         """The documents in the order of the corpus, each with its title before it."""
-        for _, text in read_texts(self.corpus):
-            yield text
+        return (entry.joined() for entry in read_entries(self.corpus))
 
 
 def read_collection(folder: Path, split: str) -> Collection:
@@ -50,8 +62,8 @@ def read_collection(folder: Path, split: str) -> Collection:
             given = f"; --split is {split}, there are: {', '.join(splits)}" if splits else ""
             raise UserError(f"{file} is missing{given}: {LAYOUT}")
     relevance = _read_relevance(qrels)
-    document_ids = [name for name, _ in read_texts(corpus)]
-    texts_of_queries = dict(read_texts(queries))
+    document_ids = [entry.id for entry in read_entries(corpus)]
+    texts_of_queries = {entry.id: entry.joined() for entry in read_entries(queries)}
     judged = {document for grades in relevance.values() for document in grades}
     for file, unknown in (
         (queries, relevance.keys() - texts_of_queries),
@@ -64,23 +76,24 @@ def read_collection(folder: Path, split: str) -> Collection:
     return Collection(corpus, document_ids, of_split, relevance)
 
 
-def read_texts(file: Path) -> Iterator[tuple[str, str]]:
-    """The id of each line of a .jsonl, and its text, with its title before it as BEIR joins them.
-    Raises UserError for a line that is none, and for an id that comes twice.
+def read_entries(file: Path) -> Iterator[Entry]:
+    """What the lines of a .jsonl hold. Raises UserError for a line that is none, and for an id that
+    comes twice.
     """
     ids: set[str] = set()
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
-            name, text = _id_and_text(line, f"{file}, line {number}")
-            if name in ids:
-                raise UserError(f"{file}, line {number} has the id {name!r} again: remove a line")
-            ids.add(name)
-            yield name, text
+            entry = _entry(line, f"{file}, line {number}")
+            if entry.id in ids:
+                problem = f"{file}, line {number} has the id {entry.id!r} again"
+                raise UserError(f"{problem}: remove one of the two lines")
+            ids.add(entry.id)
+            yield entry
 
 
-def _id_and_text(line: bytes, location: str) -> tuple[str, str]:
+def _entry(line: bytes, location: str) -> Entry:
     try:
         row = json.loads(line)
         problem = shape_problem(row, ROW_SHAPE, "it")
@@ -88,9 +101,10 @@ def _id_and_text(line: bytes, location: str) -> tuple[str, str]:
         if missing:
             problem = f"it has no {missing[0]}"
         if not problem:
-            text = f"{row.get('title') or ''} {row['text']}".strip()
-            text.encode()  # half of a surrogate pair, which JSON can spell, is no text
-            return row["_id"], text
+            entry = Entry(row["_id"], row.get("title") or "", row["text"])
+            # Half of a surrogate pair, which JSON can spell, is no text.
+            f"{entry.id} {entry.joined()}".encode()
+            return entry
     except (ValueError, RecursionError) as error:
         problem = first_line(error)
     raise UserError(

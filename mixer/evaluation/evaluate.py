@@ -54,8 +54,6 @@ COLUMNS = {  # of the report's table: the key and the form
     "loss past context": ("loss_past_context", LOSS),
     "pairs": ("pairs", COUNT),
     "tokens": ("tokens", COUNT),
-    "queries": ("queries", COUNT),
-    "documents": ("documents", COUNT),
     "nDCG@10": ("ndcg_at_10", LOSS),
     "recall@100": ("recall_at_100", LOSS),
     "MRR@10": ("mrr_at_10", LOSS),
@@ -278,8 +276,9 @@ def conventions(result: dict) -> list[str]:
     computed = f"computed: backend {result['backend']}, {result['dtype']}, {result['device']}"
     if "collection" in result:
         cut = f"{result['queries_cut']:,} queries and {result['documents_cut']:,} documents"
+        sizes = f"{result['queries']:,} queries, {result['documents']:,} documents"
         return [
-            f"collection: {result['collection']}; of the queries, those that it judges",
+            f"collection: {result['collection']}, {sizes}",
             f"texts: at most {result['window']:,} tokens; {cut} are longer, and were cut",
             computed,
         ]

@@ -98,7 +98,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """Ten documents, of no word to far more than the context, not in the order of their ids: two are
+    """Ten documents, of no word to far more than the context, not in the order of ids: two are
     copies, and one has the id of a query; four queries, of which the test split judges three.
     """
     generator = random.Random(0)
@@ -149,7 +149,10 @@ def one_at_a_time(checkpoint: Path, folder: Path) -> tuple[dict, dict, int]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
-def test_a_model_finds_what_its_vectors_say_whatever_the_batches(checkpoint, folder, batch_size):
+def test_a_model_finds_what_its_vectors_say_whatever_the_batches(
+    checkpoint, folder, batch_size, monkeypatch
+):
+    monkeypatch.setattr("mixer.evaluation.search.CHUNK", 4)
     scores, relevance, cut = one_at_a_time(checkpoint, folder)
     result = evaluate(checkpoint, retrieval=str(folder), batch_size=batch_size)
     expected = measures({query: ranked(row) for query, row in scores.items()}, relevance)
@@ -158,7 +161,8 @@ def test_a_model_finds_what_its_vectors_say_whatever_the_batches(checkpoint, fol
     assert (result["queries"], result["documents"]) == (3, 10)
     assert result["queries_cut"] + result["documents_cut"] == cut > 1
     report = evaluation_report([result])
-    assert "nDCG@10" in report and f"{result['documents_cut']} documents are longer" in report
+    assert f"{expected['ndcg_at_10']:.4f}" in report and "3 queries, 10 documents" in report
+    assert f"{result['documents_cut']} documents are longer, and were cut" in report
 
 
 def test_titles_come_before_texts_as_beir_joins_them(folder):
