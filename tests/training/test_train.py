@@ -75,8 +75,8 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
     epochs = f"{12 * 8 / samples:.2f} epochs of {samples:,} samples"
     words = rf"12 steps of 256 tokens, {epochs}\nabout ([\d.]+) GB of memory; a fresh start"
     memory = float(re.search(words, output)[1])
-    told = output.splitlines()[-1].partition(f"{tmp_path}/runs/small is done. Next: python ")[2]
-    run_python(*told.split(), output=tmp_path / "next.txt")
+    told = output.splitlines()[-1].partition(f"{tmp_path}/runs/small is done. Next: mixer ")[2]
+    run_python("-m", "mixer", *told.split(), output=tmp_path / "next.txt")
     assert "| small/step-" in (tmp_path / "next.txt").read_text()
     assert "tokens/s, 0:00:00 left" in output
     directory = tmp_path / "runs/small"
