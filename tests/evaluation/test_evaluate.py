@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import WORDS, evaluate, list_files
+from checkpoints import WORDS, continuations, evaluate, list_files
 from launching import run_python
 from markdown import rows
 from pictures import assert_png
@@ -25,7 +25,6 @@ from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.evaluation.evaluate import write_evaluation
-from mixer.evaluation.generate import continuations
 from mixer.evaluation.scoring import evaluate_batches, window_batches
 from mixer.evaluation.texts import validation_text
 
