@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     for field in fields(EvalOptions):
         add_option(sources if field.name in SOURCES else parser, field)
     parser.add_argument("--output", metavar="DIR", help="default: beside the first checkpoint")
-    options = vars(parser.parse_args(arguments))
     follow_launcher()
+    options = vars(parser.parse_args(arguments))
     checkpoints = options.pop("checkpoint")
     output = options.pop("output")
     evaluations = [EvalOptions(checkpoint=str(path), **options) for path in checkpoints]

@@ -20,6 +20,7 @@ from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import is_out_of_memory, out_of_memory
 from mixer.common.terminal import lasting_output
+from mixer.data.config import TASKS
 from mixer.data.prepare import Data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
@@ -278,18 +279,23 @@ def profiled(run: RunConfig) -> profile:
 
 
 def closing(run: RunConfig, step: int, stopped: bool) -> str:
-    """A run's last line: what there is, and what can be done with it."""
+    """A run's last lines: what there is, and what can be done with it."""
     if stopped:
         return f"stopped by a signal after step {step}. The same command continues from there"
     candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
     checkpoints = [path for path in candidates if path.is_dir()]
+    commands = [["curves", str(run.directory)]]
     if checkpoints:
-        command = ["mixer", "eval", "--checkpoint", str(checkpoints[0])]
+        evaluate = ["eval", "--checkpoint", str(checkpoints[0])]
         if run.is_contrastive:
-            command += ["--pairs", run.data.directory]
-    else:
-        command = ["python", "-m", "mixer.report", str(run.directory)]
-    return f"{run.directory} is done. Next: {shlex.join(command)}"
+            evaluate += ["--pairs", run.data.directory]
+        commands.insert(0, evaluate)
+        if not (run.is_contrastive or run.data.source in TASKS):  # which learn no language
+            commands.insert(1, ["generate", "--checkpoint", str(checkpoints[0])])
+    lines = [f"{run.directory} is done. Next:"]
+    lines += [f"  mixer {shlex.join(command)}" for command in commands]
+    lines += ["or the same command with a larger train.steps, to go on"]
+    return "\n".join(lines)
 
 
 def evaluation_due(train: TrainConfig, step: int) -> bool:

@@ -4,6 +4,7 @@ message.
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -150,6 +151,18 @@ def test_what_is_asked_for_computes_and_gives_nearly_the_same_loss(run, options,
     assert result["backend"] == options.get("backend", "dense") and expected["backend"] == "dense"
     assert result["loss"] == pytest.approx(expected["loss"], rel=tolerance)
     assert (result["loss"] != expected["loss"]) == ("dtype" in options)
+
+
+def test_of_a_long_text_it_is_said_how_much_is_scored(run, monkeypatch, capsys):
+    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.001)
+    tokens = evaluate(run / "demo/step-7", batch_size=1)["tokens_scored"]
+    said = capsys.readouterr().err
+    amounts = re.findall(rf"scoring validation split .*: ([\d,]+) of {tokens:,} tokens, 0 s", said)
+    scored = [int(amount.replace(",", "")) for amount in amounts]
+    assert scored == sorted(scored) and 0 < scored[-1] <= tokens and len(set(scored)) > 2
+    monkeypatch.undo()
+    evaluate(run / "demo/step-7")
+    assert not capsys.readouterr().err
 
 
 def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
