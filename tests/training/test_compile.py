@@ -279,3 +279,14 @@ def test_the_loss_that_is_compiled_for_a_gpu_is_the_cross_entropy(device, dtype)
     assert gradient.dtype == dtype
     one_rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
     torch.testing.assert_close(gradient, wanted, rtol=one_rounding, atol=1e-6)
+
+
+def test_recomputed_blocks_have_the_gradients_of_kept_ones_wherever_they_are_asked_for():
+    """Reentrant checkpoints would refuse torch.autograd.grad."""
+    gradients = []
+    for recompute in ("none", "block"):
+        model = small_model().train()
+        set_recompute(model, recompute)
+        loss = model(tokens(), labels=tokens()).loss
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *gradients))
