@@ -177,9 +177,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
 def said_progress(batches: Iterable[Batch], text: Text) -> Iterator[Iterator[Batch]]:
     """The batches of a text; while they are used, it is said how many of its targets they had."""
     total = sum(len(tokens) - 1 for tokens in text.streams)
-    of_total = (
-        f" of {total:,}" if text.samples is None else ""
-    )  # of a task, only the answers are scored
+    is_task = text.samples is not None  # of which only the answers are scored
+    of_total = "" if is_task else f" of {total:,}"
     scored = 0
 
     def counted_batches() -> Iterator[Batch]:

@@ -110,16 +110,25 @@ class ShownText(BaseStreamer):
     def put(self, value: Tensor) -> None:
         self.ids += value.flatten().tolist()
         if time.monotonic() - self.shown_at > SHOW_EVERY:
-            # The end may be a part of a character, whose other bytes are in the next tokens.
-            self.show_up_to(self.text().rstrip("\ufffd"))
+            self.show_up_to(self.text(self.without_open_end()).rstrip("\ufffd"))
             self.shown_at = time.monotonic()
 
     def end(self) -> None:
-        self.show_up_to(self.text())
+        self.show_up_to(self.text(self.ids))
 
-    def text(self) -> str:
+    def without_open_end(self) -> list[int]:
+        """The tokens but for bytes at the end, such as <0xE6>, which the next tokens may make a
+        character of, or no text.
+        """
+        tokens = self.tokenizer.convert_ids_to_tokens(self.ids)
+        end = len(tokens)
+        while end and (tokens[end - 1] or "").startswith("<0x"):  # None, where there is no such id
+            end -= 1
+        return self.ids[:end]
+
+    def text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(
-            self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def show_up_to(self, text: str) -> None:

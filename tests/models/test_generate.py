@@ -358,17 +358,22 @@ def test_a_text_is_shown_while_it_is_written_and_in_the_end_all_of_it(
     monkeypatch.setattr("mixer.evaluation.generate.SHOW_EVERY", -1.0)
     tokenizer = existing_tokenizer(save_tokenizer(tmp_path, source))
     text = " ab naïve 日本\n cab\n\n  bed 🙂."
-    parts = []
-    shown = ShownText(tokenizer, parts.append)
-    ids = text_encoder(tokenizer)(text).astype("int64")
-    shown.put(torch.from_numpy(ids[None, :5]))
-    before = "".join(parts)
-    assert before and text.lstrip().startswith(before.lstrip())
-    for token in ids[5:]:
-        shown.put(torch.tensor([token]))
-    shown.end()
-    assert "".join(parts) == tokenizer.decode(ids) and len(parts) > 15
-    assert "".join(parts).lstrip() == text.lstrip()
+
+    def shown_parts(ids: torch.Tensor) -> list[str]:
+        parts = []
+        shown = ShownText(tokenizer, parts.append)
+        shown.put(ids[None, :5])
+        for token in ids[5:]:
+            shown.put(token[None])
+        shown.end()
+        return parts
+
+    parts = shown_parts(torch.from_numpy(text_encoder(tokenizer)(text).astype("int64")))
+    assert "".join(parts).lstrip() == text.lstrip() and len(parts) > 10
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):  # also what is no text
+        ids = torch.randint(len(tokenizer), (20,), generator=generator)
+        assert "".join(shown_parts(ids)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_in_a_terminal_each_line_that_is_typed_is_continued(checkpoint, monkeypatch, capsys):
