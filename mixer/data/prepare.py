@@ -21,13 +21,13 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -62,7 +62,7 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
     prepared unless that was done already: whichever process does it prints how far it is.
     """
     if config.source in TASKS:
-        manifest, splits, tokenizer = open_task(config, context)
+        manifest, (training, validation), tokenizer = open_task(config, context)
         text_bytes = tokenizing.TextBytes(tokenizer)
     else:
         manifest = prepare(config)
@@ -71,14 +71,13 @@ def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say
         if manifest.tokenizer_loses:
             say(manifest.tokenizer_loses)
         split_file = PairFile if as_pairs else TokenFile
-        splits = [split_file(directory, split, context) for split in SPLITS]
-        _, validation = splits
+        training, validation = (split_file(directory, split, context) for split in SPLITS)
         size = manifest.splits["validation"].bytes
         text_bytes = tokenizing.TextBytes(tokenizer, [validation.tokens], size)
     # Both are saved with the model, for tools that cut texts and make batches of them.
     tokenizer.model_max_length = context
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return Data(manifest, *splits, tokenizer, text_bytes)
+    return Data(manifest, training, validation, tokenizer, text_bytes)
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
@@ -355,7 +354,7 @@ def _encoder(
     return lambda batch: [encode_piece(piece) for piece in batch]
 
 
-def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Iterator:
+def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Generator[Any, None, None]:
     """`task(job)` of each job, in their order, computed by so many processes (0: one for each core;
     1: this one). At most two jobs a worker are held at a time.
 
@@ -364,7 +363,7 @@ def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Iterator:
     """
     if not workers:
         has_affinity = hasattr(os, "sched_getaffinity")
-        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     if workers == 1:
         yield from map(task, jobs)
         return

@@ -70,7 +70,9 @@ class World:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, computed on their devices."""
-        return self.accelerator.reduce(tensor, "sum")
+        total = self.accelerator.reduce(tensor, "sum")
+        assert isinstance(total, Tensor)
+        return total
 
     def require_shared(self, name: str, content: Any) -> None:
         """Raises UserError unless all hosts share a directory. `content` identifies what this
@@ -119,6 +121,7 @@ def build_accelerator(precision: str) -> Accelerator:
         raise refusal from error
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
         plugin = accelerator.state.fsdp_plugin
+        assert plugin is not None and plugin.mixed_precision_policy is not None
         # Gradients are summed in fp32, as in DDP; accelerate would sum them in the compute type.
         plugin.mixed_precision_policy = dataclasses.replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=torch.float32
@@ -149,7 +152,9 @@ class Stop:
     def ask(self) -> None:
         if self.group is not None:
             self.signals = torch.tensor(int(self.number != 0))
-            self.asked = dist.all_reduce(self.signals, group=self.group, async_op=True)
+            asked = dist.all_reduce(self.signals, group=self.group, async_op=True)
+            assert asked is not None  # as this process is in the group
+            self.asked = asked
 
     def agreed(self) -> bool:
         if self.group is None:
