@@ -1,5 +1,5 @@
-"""The data of a run: both splits as samples, with their tokenizer. A text is prepared once:
-documents become token files, a tokenizer and a manifest.
+"""The data of a run: both splits as samples, with their tokenizer. It is prepared once: documents
+become token files, a tokenizer and a manifest.
 
 A directory of prepared data appears when it is complete, so a process that is killed leaves nothing
 that could be taken for prepared data. It holds
@@ -36,10 +36,9 @@ from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import as_path, sha256, whole_directory
 from mixer.common.terminal import counted
 from mixer.data import tokenizer as tokenizing
-from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
-from mixer.data.samples import PairFile, TokenFile
+from mixer.data.config import SPLITS, DataConfig, Manifest, existing_data, recorded_settings
+from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, source_shards, text_hash, texts_of
-from mixer.data.tasks import TaskSamples, open_task
 
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
 LEAST_HELD_OUT = 10_000  # characters of a single document, unless these are above a tenth of it
@@ -48,35 +47,30 @@ REPORT_SECONDS = 5.0
 
 @dataclass
 class Data:
-    """Prepared data, or a task."""
+    """Both splits as samples, with what they are made of."""
 
     manifest: Manifest
-    training: TokenFile | TaskSamples
-    validation: TokenFile | TaskSamples
+    training: Samples
+    validation: Samples
     tokenizer: PreTrainedTokenizerFast
     text_bytes: tokenizing.TextBytes  # of validation's text
 
 
-def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say = print) -> Data:
-    """The data as samples of `context` tokens, or pairs of texts of at most so many. A text is
-    prepared unless that was done already: whichever process does it prints how far it is.
+def open_data(
+    config: DataConfig, context: int, sample_class: type[TokenFile] = TokenFile, say: Say = print
+) -> Data:
+    """The data as samples of a class, for a context. It is prepared unless that was done already:
+    whichever process does it prints how far it is.
     """
-    if config.source in TASKS:
-        manifest, (training, validation), tokenizer = open_task(config, context)
-        text_bytes = tokenizing.TextBytes(tokenizer)
-    else:
-        manifest = prepare(config)
-        directory = as_path(config.directory)
-        tokenizer = tokenizing.load_tokenizer(directory)
-        if manifest.tokenizer_loses:
-            say(manifest.tokenizer_loses)
-        split_file = PairFile if as_pairs else TokenFile
-        training, validation = (split_file(directory, split, context) for split in SPLITS)
-        size = manifest.splits["validation"].bytes
-        text_bytes = tokenizing.TextBytes(tokenizer, [validation.tokens], size)
-    # Both are saved with the model, for tools that cut texts and make batches of them.
-    tokenizer.model_max_length = context
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    manifest = prepare(config)
+    directory = as_path(config.directory)
+    tokenizer = tokenizing.load_tokenizer(directory)
+    if manifest.tokenizer_loses:
+        say(manifest.tokenizer_loses)
+    training, validation = (sample_class(directory, split, context) for split in SPLITS)
+    size = manifest.splits["validation"].bytes
+    text_bytes = tokenizing.TextBytes(tokenizer, [validation.tokens], size)
+    tokenizing.fit_to_models(tokenizer, context)
     return Data(manifest, training, validation, tokenizer, text_bytes)
 
 

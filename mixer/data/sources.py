@@ -25,7 +25,7 @@ from typing import Any
 
 from mixer.common.errors import Say, UserError, first_line, say_on_stderr
 from mixer.common.files import as_path, sha256
-from mixer.data.config import FILE_SOURCES, TASKS, DataConfig, existing_data
+from mixer.data.config import FILE_SOURCES, DataConfig, existing_data
 from mixer.data.decoding import decoded
 
 BETWEEN = "\0"  # the two texts of a pair; the first one has no such character
@@ -287,10 +287,9 @@ READERS = {
 
 def check_data(config: DataConfig) -> None:
     """Raises UserError for data that is not prepared and cannot be, as far as paths tell."""
-    if config.source not in TASKS and existing_data(config) is None:
-        if config.source in FILE_SOURCES:
-            for name in filter(None, (config.path, config.validation_path)):
-                check_path(name)
+    if config.source in FILE_SOURCES and existing_data(config) is None:
+        for name in filter(None, (config.path, config.validation_path)):
+            check_path(name)
 
 
 def check_path(name: str) -> None:

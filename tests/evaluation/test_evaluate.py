@@ -24,13 +24,15 @@ from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
+from mixer.distributed.world import Process
 from mixer.evaluation.evaluate import write_evaluation
 from mixer.evaluation.generate import continuations
-from mixer.evaluation.scoring import evaluate_batches, window_batches
+from mixer.evaluation.scoring import window_batches
 from mixer.evaluation.texts import validation_text
+from mixer.objectives.language import TokenLoss, score_tokens
 
 CONTEXT = 12
-ALONE = (torch.device("cpu"), 0, 1)
+ALONE = Process(torch.device("cpu"))
 
 
 def tiny_model(vocab_size=23, context=CONTEXT, **options):
@@ -72,7 +74,7 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     model = tiny_model().double()
     tokens = np.random.default_rng(length).integers(0, 23, length)
     batches = window_batches([tokens], CONTEXT, stride or CONTEXT, 3, last_window)
-    scores = evaluate_batches(model, batches, CONTEXT, ALONE)
+    scores = score_tokens(TokenLoss(model).eval(), batches, CONTEXT, ALONE)
     expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT, last_window)
     assert scores.tokens == length - 1
     assert scores.nats == pytest.approx(sum(nats for *_, nats in expected), rel=1e-12)
@@ -188,7 +190,7 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     assert_png(tmp_path / "report" / "loss_by_position.png")
     tokens = validation_text(run / "data", 96, tokenizer).streams
     batches = window_batches(tokens, 96, 96, 16, "short")
-    scores = evaluate_batches(model, batches, 96, ALONE)
+    scores = score_tokens(TokenLoss(model).eval(), batches, 96, ALONE)
     nats, counts = scores.nats_by_position, scores.count_by_position
     means = [nats[part].sum() / counts[part].sum() for part in (slice(16, 32), slice(32, None))]
     last = [row[-2:] for row in rows((tmp_path / "report" / "report.md").read_text())]

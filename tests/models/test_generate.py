@@ -23,10 +23,10 @@ from transformers import (
 from mixer.commands.generate import main
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.tasks import open_task
 from mixer.data.tokenizer import existing_tokenizer, text_encoder, train_tokenizer
 from mixer.evaluation.generate import continuations
 from mixer.models.masked_mixer.cache import MixingCache
+from mixer.objectives.tasks import open_task
 
 VARIANTS = MIXINGS | {"tied-norm": {"tie_word_embeddings": True, "final_norm": True}}
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
@@ -340,7 +340,7 @@ def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_pa
 
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
     lively_model(vocab_size=300).save_pretrained(tmp_path)
-    open_task(DataConfig(source="copy", vocab_size=300), 24)[2].save_pretrained(tmp_path)
+    open_task(DataConfig(source="copy", vocab_size=300), 24).tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="the tokenizer cannot encode a text .*WordLevel"):
         continuations(tmp_path, ["def"], 2, 0.0, 0)
 
