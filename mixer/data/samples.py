@@ -26,9 +26,11 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, tokens)
 class Samples(Protocol):
     """One split of the data, as numbered samples."""
 
+    packed: bool  # whether every token of a sample is a target
+
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """The samples `indices` as two tensors, each int64 (batch, tokens). Every sample has as
         many tokens, padded where it is shorter.
         """

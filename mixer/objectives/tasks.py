@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from mixer.common.errors import Say, UserError
 from mixer.data.config import DataConfig, Manifest, check
 from mixer.data.prepare import Data
-from mixer.data.samples import Batch, hash_number, mixed
+from mixer.data.samples import Batch, Indices, hash_number, mixed
 from mixer.data.tokenizer import END_OF_TEXT, TextBytes, fit_to_models
 from mixer.objectives.language import Language
 

@@ -176,7 +176,7 @@ def constant_in_a_graph(function: Callable) -> Callable:
     it compiles. torch.compiler.assume_constant_result does the same, but imports the compiler,
     which takes longer than the rest of PyTorch.
     """
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 

@@ -51,7 +51,8 @@ def kinds_of(model: nn.Module) -> Kinds:
     - matrices are the weights of linear layers, but for the output layer and routers of experts;
     - all else counts as embeddings.
     """
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    get_output = getattr(model, "get_output_embeddings", None)
+    output = get_output() if get_output else None
     kinds = Kinds()
     seen = set()
     for path, module in model.named_modules():
@@ -61,8 +62,8 @@ def kinds_of(model: nn.Module) -> Kinds:
             if not parameter.requires_grad or parameter in seen:  # tied weights have two owners
                 continue
             seen.add(parameter)
-            if hasattr(module, "kind_of"):
-                field_name = module.kind_of(name)
+            if kind_of := getattr(module, "kind_of", None):
+                field_name = kind_of(name)
             elif is_vector(name, parameter, module):
                 field_name = "vectors"
             elif is_linear and module is not output and not is_router:
@@ -70,8 +71,9 @@ def kinds_of(model: nn.Module) -> Kinds:
             else:
                 field_name = "embeddings"
             getattr(kinds, field_name).append(parameter)
-            if field_name == "matrices" and len(getattr(module, "projection_sizes", ())) > 1:
-                kinds.rows[parameter] = module.projection_sizes
+            rows = getattr(module, "projection_sizes", ())
+            if field_name == "matrices" and len(rows) > 1:
+                kinds.rows[parameter] = rows
     return kinds
 
 

@@ -27,7 +27,7 @@ def linear(in_features: int, *projection_sizes: int, bias: bool = True) -> nn.Li
     its own: quantizing and other tools replace layers of the very type nn.Linear.
     """
     layer = nn.Linear(in_features, sum(projection_sizes), bias)
-    layer.projection_sizes = projection_sizes
+    layer.projection_sizes = projection_sizes  # pyright: ignore[reportArgumentType]
     return layer
 
 

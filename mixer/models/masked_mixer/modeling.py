@@ -71,7 +71,7 @@ class Block(GradientCheckpointingLayer):
             self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixing = variant(config)
         for index, module in enumerate(self.mixing.modules()):
-            module.module_id = (number, index)
+            module.module_id = (number, index)  # pyright: ignore[reportArgumentType]
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
         self.mlp_first = config.mlp_first
