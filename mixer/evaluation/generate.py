@@ -43,6 +43,7 @@ def continuations(
         )
         if temperature >= GREEDY_BELOW:
             model.generation_config.update(do_sample=True, temperature=temperature, top_k=50)
+        assert isinstance(model, GenerationMixin)
         texts = []
         for row in rows:
             set_seed(seed)

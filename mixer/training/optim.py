@@ -117,8 +117,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable | None = None) -> None:
         for optimizer in self.optimizers:
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf = getattr(self, "found_inf", None)
-                optimizer.grad_scale = getattr(self, "grad_scale", None)
+                optimizer.found_inf = getattr(self, "found_inf", None)  # pyright: ignore[reportAttributeAccessIssue]
+                optimizer.grad_scale = getattr(self, "grad_scale", None)  # pyright: ignore[reportAttributeAccessIssue]
             else:
                 for gradient in gradients_of(optimizer):
                     skip, scale = skip_and_scale(self, gradient.device)
@@ -141,7 +141,9 @@ def build_optimizer(
         compile: such as torch.compile; None where there is no compiler, or parameters are going to
             be sharded.
     """
-    return ChainedOptimizer(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
+    build = OPTIMIZERS[config.name]
+    assert build is not None  # as this module has set it
+    return ChainedOptimizer(build(kinds_of(model), config, processes, compile))
 
 
 def adamw(
@@ -256,7 +258,8 @@ def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
     The optimizer divides the gradients as it reads them, by what torch's optimizers call
     `grad_scale`. torch.nn.utils.clip_grad_norm_ would read and write all of them once more.
     """
-    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+    scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+    optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Guard:
@@ -285,7 +288,7 @@ class Guard:
         if self.stop_at_first:
             bad = bad | (self.in_a_row > 0)
         if not self.scaled:
-            self.optimizer.found_inf = bad.float()
+            self.optimizer.found_inf = bad.float()  # pyright: ignore[reportAttributeAccessIssue]
         self.skipped += bad
         self.in_a_row = torch.where(bad, self.in_a_row + 1, 0)
 

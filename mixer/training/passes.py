@@ -184,9 +184,9 @@ class Passes:
         self.factor.copy_(factor) if isinstance(factor, Tensor) else self.factor.fill_(factor)
         self.graph.replay()
         if self.world.size > 1:
-            torch._foreach_copy_(self.sums, self.gradients)
+            torch._foreach_copy_(self.sums, self.gradients)  # pyright: ignore[reportPrivateImportUsage]
             dist.all_reduce(self.exchanged, dist.ReduceOp.AVG)  # DDP takes the mean, too
-            torch._foreach_copy_(self.gradients, self.sums)
+            torch._foreach_copy_(self.gradients, self.sums)  # pyright: ignore[reportPrivateImportUsage]
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
             weight.grad = gradient
         return self.nats

@@ -31,10 +31,10 @@ class InTransformersLoops(GenerationMixin):
             static = generation_config.cache_implementation == "static"
             model_kwargs[CACHE] = MixingCache(self.config, static)
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args):
-        super()._validate_generated_length(generation_config, input_ids_length, *args)
+        super()._validate_generated_length(generation_config, input_ids_length, *args)  # pyright: ignore[reportAttributeAccessIssue]
         length = generation_config.max_length
         longest = self.config.longest_text
         if length > longest:
@@ -45,7 +45,7 @@ class InTransformersLoops(GenerationMixin):
             )
 
     def _get_stopping_criteria(self, *args, **kwargs):
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        criteria = super()._get_stopping_criteria(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if math.isinf(self.config.longest_text):
             for criterion in criteria:
                 # it warns of texts past the context, which not every mixer minds
