@@ -15,6 +15,7 @@ import itertools
 import json
 import lzma
 import os
+import shlex
 import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -67,9 +68,16 @@ def source_shards(config: DataConfig) -> list[Shard]:
         if source and not file.name.lower().endswith(_compressible(".json")):
             raise UserError(
                 f"{file} has a document in each row, but data.source=text reads a file as one "
-                f"document: give data.source={source}, or leave the file out of data.path"
+                f"document: give data.source={source}, or a glob that leaves the file out, "
+                f"such as {example_glob(config.path)}"
             )
     return [Shard(config, file) for file in files]
+
+
+def example_glob(path: str) -> str:
+    """Of the texts in a folder of mixed files, as a shell takes it."""
+    folder = path if as_path(path).is_dir() else "FOLDER"
+    return "data.path=" + shlex.quote(f"{folder.rstrip('/')}/**/*.txt")
 
 
 def documents(
@@ -106,7 +114,7 @@ def documents(
         share = f"{len(binary):,} of {files:,} files of {config.path}"
         left_out = f"{share} are no text, such as {binary[0]}"
         if len(binary) > MOST_BINARY * files:
-            remedy = "give a glob of the texts, such as data.path='FOLDER/**/*.txt'"
+            remedy = f"give a glob of the texts, such as {example_glob(config.path)}"
             raise UserError(f"{left_out}; at most {MOST_BINARY:.0%} may be none: {remedy}")
         say(f"left out: {left_out}")
     rows = count + missing

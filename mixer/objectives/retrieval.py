@@ -219,6 +219,7 @@ class Retrieval(Objective):
     """Which two texts belong together: a query has to find its target among those of the batch."""
 
     reads_logits = False
+    writes_text = False
 
     def __init__(self, train: ObjectiveConfig, data: DataConfig, context: int):
         super().__init__(train, data, context)

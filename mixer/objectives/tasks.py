@@ -112,6 +112,8 @@ def _shuffled(draws: np.ndarray, count: int) -> np.ndarray:
 class Tasks(Language):
     """The answers of a task."""
 
+    writes_text = False
+
     def open_data(self, say: Say = print) -> Data:
         return open_task(self.data, self.context)
 
