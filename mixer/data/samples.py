@@ -26,8 +26,6 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, tokens)
 class Samples(Protocol):
     """One split of the data, as numbered samples."""
 
-    packed: bool  # whether every token of a sample is a target
-
     def __len__(self) -> int: ...
 
     def batch(self, indices: Indices) -> Batch:
