@@ -45,7 +45,7 @@ class Loss(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Module | None:
         return self.model.get_output_embeddings()
 
 
