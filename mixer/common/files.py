@@ -18,6 +18,7 @@ import psutil
 
 from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.common.options import is_plain_text
+from mixer.common.progress import time_reported
 from mixer.common.values import shape_problem
 
 STAGE = ".partial-"  # the names of what is being written begin with this; then HOST@NAME
@@ -267,7 +268,7 @@ def as_path(name: str | Path) -> Path:
 # ------------------------------------------------------------------------- where results go
 
 
-def results_locked(output: Path) -> AbstractContextManager[None]:
+def results_locked(output: Path) -> AbstractContextManager[bool]:
     """Holds the lock of a command's results, a file or a directory, while the command works. What
     `whole_file` and `whole_directory` take is held while they write, and another one.
 
@@ -342,6 +343,7 @@ def read_json(file: Path, remedy: str, required: Mapping[str, Any] | None = None
     required: keys with the shapes of their values (see shape_problem), such as int or {str: dict}.
     Raises UserError that ends in `remedy`, which says what to do.
     """
+    values = {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         problem = _object_problem(values, required or {})
@@ -397,7 +399,8 @@ def has_sha256(path: Path, recorded: str) -> bool:
             return True
     if size > LARGE:
         say_on_stderr(f"checking the SHA-256 of {path} ({size / 1e9:.1f} GB), once on this machine")
-    is_good = sha256(path) == recorded
+    with time_reported(f"checking {path}"):
+        is_good = sha256(path) == recorded
     with suppress(OSError):
         if is_good and note:
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,16 @@
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from mixer.common import progress
 from mixer.common.errors import UserError, end_with_parent, first_line
 from mixer.common.files import as_path, check_writable, read_json, results_locked, write_json
 from mixer.common.terminal import lasting_output
@@ -63,9 +66,11 @@ class Study:
         self.result = earlier | {"plan": plan}
         self.origin = {"commit": commit, "command": command}  # of the rows that are added
         self.problems: list[str] = []
-        self.last_lines: dict[str, str] = {}  # of what runs have printed, by their names
+        # By the names of runs: the last line that was said, since when it is the last of the run's
+        # output, and when it was said, of time.monotonic().
+        self.said: dict[str, tuple[str, float, float]] = {}
         self.stopped = False
-        self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
+        self.running: dict[Connection, tuple[Job, Run, str, BaseProcess]] = {}
 
     @lasting_output()
     def work(self, jobs: list[Job]) -> int:
@@ -84,6 +89,7 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             signal.signal(number, self.stop)
+        waiting: deque[tuple[Job, dict | None]]
         waiting = deque((job, None) for job in jobs)  # with the row of the job's last run
         free_gpus = visible_gpus()
         while self.running or (waiting and not self.stopped):
@@ -91,7 +97,8 @@ class Study:
                 job, row = waiting.popleft()
                 if run := self.next_run(job, row):
                     self.start(job, run, free_gpus.pop(0))
-            ended = wait(list(self.running), SAY_EVERY) if self.running else ()
+            ready = wait(list(self.running), SAY_EVERY) if self.running else ()
+            ended = [connection for connection in self.running if connection in ready]
             if not ended:
                 self.say_progress()
             for connection in ended:
@@ -119,7 +126,7 @@ class Study:
         """The next run of a job that is not in the results, if there is one."""
         with suppress(StopIteration):
             try:
-                run = job.send(row)
+                run = next(job) if row is None else job.send(row)
                 while run.name in self.runs:
                     run = job.send(self.runs[run.name])
                 return run
@@ -136,6 +143,8 @@ class Study:
         process.start()
         theirs.close()  # so that the end of the process ends what is read
         print(f"{run.name}: started; its output is in {self.log_of(run)}", flush=True)
+        now = time.monotonic()
+        self.said[run.name] = "started", now, now
         self.running[ours] = job, run, gpu, process
         if self.stopped:  # by a signal that came before this process was known
             process.terminate()
@@ -144,13 +153,21 @@ class Study:
         return self.folder / f"{run.folder}.txt"
 
     def say_progress(self) -> None:
-        """Prints the last line of each run's output, if it is new."""
+        """Prints the last line of each run's output, if it is new, or after progress.SECONDS."""
         for _, run, *_ in self.running.values():
             log = self.log_of(run)
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            if lines and self.last_lines.get(run.name) != lines[-1]:
-                self.last_lines[run.name] = lines[-1]
-                print(f"{run.name}: {lines[-1]}", flush=True)
+            line = lines[-1] if lines else "started"
+            now = time.monotonic()
+            last_line, since, said_at = self.said[run.name]
+            if line != last_line:
+                since = now
+                print(f"{run.name}: {line}", flush=True)
+            elif now - said_at > progress.SECONDS:
+                print(f"{run.name}: {line} ({now - since:.0f} s ago)", flush=True)
+            else:
+                continue
+            self.said[run.name] = line, since, now
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
         """The row of a process that has ended, if its run has: it is in the results now."""

@@ -18,20 +18,20 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from mixer.common import progress
 from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import as_path, sha256, whole_directory
 from mixer.common.terminal import counted
@@ -42,7 +42,6 @@ from mixer.data.sources import Shard, documents, source_shards, text_hash, texts
 
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
 LEAST_HELD_OUT = 10_000  # characters of a single document, unless these are above a tenth of it
-REPORT_SECONDS = 5.0
 
 
 @dataclass
@@ -91,18 +90,18 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
     are_pairs = bool(config.pair_field)
-    with time_reported("reading the text", say):
+    with progress.time_reported("reading the text", say):
         corpus = Corpus(config)
     training = (document for split, document in corpus.documents() if split == "train")
     texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        with time_reported("training the tokenizer", say):
+        with progress.time_reported("training the tokenizer", say):
             sample = tokenizing.training_sample(texts)
             tokenizer = tokenizing.train_tokenizer(sample, config.vocab_size)
         loss = ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
-        with time_reported("reading the tokenizer, and a sample of the text", say):
+        with progress.time_reported("reading the tokenizer, and a sample of the text", say):
             tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
             loss = tokenizing.loss_of_text(tokenizer, texts)
     if tokenizer.num_special_tokens_to_add(pair=False):
@@ -128,28 +127,6 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
-
-
-@contextmanager
-def time_reported(activity: str, say: Say) -> Iterator[None]:
-    """Says every REPORT_SECONDS how long the activity inside has taken, by a thread: nothing inside
-    may fork, as a child has no thread to release what this one holds.
-    """
-    began = time.perf_counter()
-    ended = threading.Event()
-
-    def report() -> None:
-        while not ended.wait(REPORT_SECONDS):
-            with suppress(OSError):  # nobody reads the output
-                say(f"{activity}: {time.perf_counter() - began:.0f} s so far")
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class Corpus:
@@ -271,7 +248,7 @@ def _write_tokens(
             files[f"{split}.bin"].write(tokens)
             if closes:
                 files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
-            if time.perf_counter() - reported > REPORT_SECONDS:
+            if time.perf_counter() - reported > progress.SECONDS:
                 reported = time.perf_counter()
                 say(_report("tokenized so far", counts, reported - began))
     say(_report("tokenized", counts, time.perf_counter() - began))
@@ -281,7 +258,7 @@ def _write_tokens(
             f"validation has {validation:,} tokens, and training {training:,}: for another split, "
             "add text or give another data.validation_path, with another data.directory"
         )
-    with time_reported("hashing the token files", say):
+    with progress.time_reported("hashing the token files", say):
         return {
             split: {
                 **counts[split],
@@ -348,7 +325,7 @@ def _encoder(
     return lambda batch: [encode_piece(piece) for piece in batch]
 
 
-def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Iterator:
+def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Generator[Any, None, None]:
     """`task(job)` of each job, in their order, computed by so many processes (0: one for each core;
     1: this one). At most two jobs a worker are held at a time.
 
@@ -357,7 +334,7 @@ def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Iterator:
     """
     if not workers:
         has_affinity = hasattr(os, "sched_getaffinity")
-        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     if workers == 1:
         yield from map(task, jobs)
         return

@@ -5,7 +5,8 @@ import itertools
 import json
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
 from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
+from mixer.common.progress import time_reported
+from mixer.data.samples import Batch
 from mixer.distributed.world import Process, leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.beir import Collection, measures, read_collection
@@ -123,7 +126,8 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 def _evaluate(options: EvalOptions, process: Process) -> dict:
     directory = as_path(options.checkpoint)
     device = process.device
-    model, tokenizer = load_checkpoint(directory, device, options.backend)
+    with time_reported(f"loading {directory}"):
+        model, tokenizer = load_checkpoint(directory, device, options.backend)
     result = describe_model(directory, model, tokenizer)
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
@@ -145,7 +149,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(directory, "validation", window)
         pair_loss = PairLoss(model, ObjectiveConfig.temperature).eval()
-        scores = score_pairs(pair_loss, pairs, len(pairs), size, process)
+        with time_reported("reading pairs"):
+            scores = score_pairs(pair_loss, pairs, len(pairs), size, process)
         if not math.isfinite(scores.loss):
             raise UserError("the vectors are not finite: use --dtype fp32")
         result |= {"data": options.pairs, "tokens": window, "pairs": scores.pairs}
@@ -156,7 +161,8 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         found = search(model, tokenizer, collection, window, size, process)
         result["collection"] = f"{folder.resolve().name} {options.split}"
         return result | found_numbers(collection, found)
-    text = texts.choose_text(options, window, tokenizer)
+    with time_reported("reading the text"):
+        text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     if (samples := text.samples) is not None:
@@ -168,14 +174,36 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         torch.cuda.empty_cache()  # of an earlier checkpoint
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
-    own_batches = itertools.islice(batches, process.rank, None, process.size)
-    scores = score_tokens(TokenLoss(model).eval(), own_batches, window, process)
+    with said_progress(batches, text) as batches:
+        own_batches = itertools.islice(batches, process.rank, None, process.size)
+        scores = score_tokens(TokenLoss(model).eval(), own_batches, window, process)
     result["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
     result["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):
         remedy = "use --dtype fp32; if it persists, the checkpoint diverged"
         raise UserError(f"the loss is {scores.nats} in {options.dtype}: {remedy}")
     return result | numbers(scores, text, result["context"] or window)
+
+
+@contextmanager
+def said_progress(batches: Iterable[Batch], text: Text) -> Iterator[Iterator[Batch]]:
+    """The batches of a text; while they are used, it is said how many of its targets they had."""
+    total = sum(len(tokens) - 1 for tokens in text.streams)
+    is_task = text.samples is not None  # of which only the answers are scored
+    of_total = "" if is_task else f" of {total:,}"
+    scored = 0
+
+    def counted_batches() -> Iterator[Batch]:
+        nonlocal scored
+        for inputs, targets in batches:
+            yield inputs, targets
+            scored += int((targets != -100).sum())
+
+    def amount() -> str:
+        return f"{scored:,}{of_total} tokens, "
+
+    with time_reported(f"scoring {text.name}", amount=amount):
+        yield counted_batches()
 
 
 def describe_model(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.pretrained import check_token
 from mixer.common.errors import UserError
+from mixer.common.progress import time_reported
 from mixer.data.tokenizer import text_encoder
 from mixer.distributed.world import Process
 from mixer.evaluation.beir import LENGTH, Collection
@@ -121,12 +122,17 @@ def search(
     number_of = {name: number for number, name in enumerate(ids)}
     own_number = torch.tensor([number_of.get(name, -1) for name in queries], device=process.device)
     best = torch.full((len(queries), LENGTH), NONE, device=process.device)
-    for numbers, vectors in embedder.vectors(collection.documents(), "a document"):
-        with torch.autocast(process.device.type, enabled=False):  # bf16 has 8 bits for a cosine
-            scores = query_vectors @ vectors.T
-        keys = sort_keys(scores, places[numbers])
-        keys = keys.masked_fill(own_number[:, None] == numbers, NONE)
-        best = torch.cat([best, keys], 1).topk(LENGTH).values
+    count = 0  # of documents that this process has read
+    with time_reported(
+        "reading documents", amount=lambda: f"{count:,} of {len(ids) // process.size:,}, "
+    ):
+        for numbers, vectors in embedder.vectors(collection.documents(), "a document"):
+            with torch.autocast(process.device.type, enabled=False):  # bf16 has 8 bits for a cosine
+                scores = query_vectors @ vectors.T
+            keys = sort_keys(scores, places[numbers])
+            keys = keys.masked_fill(own_number[:, None] == numbers, NONE)
+            best = torch.cat([best, keys], 1).topk(LENGTH).values
+            count += len(numbers)
 
     of_processes = best.new_zeros(process.size, *best.shape)
     of_processes[process.rank] = best

@@ -45,7 +45,7 @@ class Loss(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> nn.Module | None:
         return self.model.get_output_embeddings()
 
 
@@ -55,10 +55,12 @@ class Objective:
     Attributes:
         traits: what is known of it without its class.
         reads_logits: whether the loss reads the logits of the model's output layer.
+        writes_text: whether `mixer generate` writes what was learned.
         sample_tokens: how many tokens a sample has.
     """
 
     reads_logits = True
+    writes_text = True
 
     def __init__(self, train: ObjectiveConfig, data: DataConfig, context: int):
         self.train = train

@@ -167,8 +167,8 @@ class Trainer:
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
         if self.counts_targets:  # of all processes
-            rank_targets = sum((targets != -100).sum() for _, targets in micro_batches)
-            step_targets = self.world.sum(rank_targets)
+            targets_of_batches = [(targets != -100).sum() for _, targets in micro_batches]
+            step_targets = self.world.sum(torch.stack(targets_of_batches).sum())
 
         # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
         # gradient of the mean over all target tokens of the step.
@@ -281,17 +281,21 @@ def profiled(run: RunConfig) -> profile:
 
 
 def closing(run: RunConfig, step: int, stopped: bool) -> str:
-    """A run's last line: what there is, and what can be done with it."""
+    """A run's last lines: what there is, and what can be done with it."""
     if stopped:
         return f"stopped by a signal after step {step}. The same command continues from there"
     candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
     checkpoints = [path for path in candidates if path.is_dir()]
+    commands = [["curves", str(run.directory)]]
     if checkpoints:
-        command = ["mixer", "eval", "--checkpoint", str(checkpoints[0])]
-        command += run.objective.eval_arguments()
-    else:
-        command = ["mixer", "curves", str(run.directory)]
-    return f"{run.directory} is done. Next: {shlex.join(command)}"
+        evaluate = ["eval", "--checkpoint", str(checkpoints[0]), *run.objective.eval_arguments()]
+        commands.insert(0, evaluate)
+        if run.objective.writes_text:
+            commands.insert(1, ["generate", "--checkpoint", str(checkpoints[0])])
+    lines = [f"{run.directory} is done. Next:"]
+    lines += [f"  mixer {shlex.join(command)}" for command in commands]
+    lines += ["or the same command with a larger train.steps, to go on"]
+    return "\n".join(lines)
 
 
 def evaluation_due(train: TrainConfig, step: int) -> bool:

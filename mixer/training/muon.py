@@ -78,10 +78,12 @@ class Muon(torch.optim.Optimizer):
             for matrices in by_shape.values():
                 for start in range(0, len(matrices), MATRICES):
                     batch = matrices[start : start + MATRICES]
-                    self._update(*zip(*batch, strict=True), settings)
+                    weights, gradients, momenta = zip(*batch, strict=True)
+                    self._update(weights, gradients, momenta, settings)
 
     def _matrices(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Each matrix of a parameter, with its gradient and its momentum."""
+        assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
@@ -170,7 +172,7 @@ def iterate(x: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     # (matrices, shorter side, shorter side), SCALE^2 times too large, as the next ones
     gram = _multiply(x.mT, x) if tall else _multiply(x, x.mT)
-    product = None
+    product: Tensor | None = None
     for step in range(STEPS):
         # a I + b G + c G^2 of G = gram / SCALE^2
         polynomial = torch.baddbmm(gram, gram, gram, beta=B / SCALE**2, alpha=C / SCALE**4)
@@ -178,6 +180,7 @@ def iterate(x: Tensor) -> Tensor:
         product = polynomial if product is None else _multiply(polynomial, product)
         if step < STEPS - 1:
             gram = _multiply(_multiply(polynomial, gram), polynomial)
+    assert product is not None  # STEPS are several
     # `product` is symmetric. A transposed result would be slow to read for what comes next.
     return _multiply(x, product, 1 / SCALE) if tall else _multiply(product, x, 1 / SCALE)
 

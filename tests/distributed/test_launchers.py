@@ -33,6 +33,9 @@ def test_several_processes_of_accelerate_on_a_cpu_are_refused(launch, write_conf
     ranks = launch("--config", write_config(), environment=dict(made))
     assert ranks.wait() == [2] and not (tmp_path / "runs").exists()
     assert "error: accelerate launch was asked for several processes" in ranks.output
+    # And is told of what the manual has, whose processes test_train starts.
+    program = "torchrun --nproc_per_node=2 train.py"
+    assert program in ranks.output and program in (ROOT / "docs/training.md").read_text()
 
 
 COMPLETE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}

@@ -4,6 +4,7 @@ message.
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import WORDS, evaluate, list_files
+from checkpoints import WORDS, continuations, evaluate, list_files
 from launching import run_python
 from markdown import rows
 from pictures import assert_png
@@ -26,7 +27,6 @@ from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
 from mixer.distributed.world import Process
 from mixer.evaluation.evaluate import write_evaluation
-from mixer.evaluation.generate import continuations
 from mixer.evaluation.scoring import window_batches
 from mixer.evaluation.texts import validation_text
 from mixer.objectives.language import TokenLoss, score_tokens
@@ -153,6 +153,18 @@ def test_what_is_asked_for_computes_and_gives_nearly_the_same_loss(run, options,
     assert result["backend"] == options.get("backend", "dense") and expected["backend"] == "dense"
     assert result["loss"] == pytest.approx(expected["loss"], rel=tolerance)
     assert (result["loss"] != expected["loss"]) == ("dtype" in options)
+
+
+def test_of_a_long_text_it_is_said_how_much_is_scored(run, monkeypatch, capsys):
+    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.001)
+    tokens = evaluate(run / "demo/step-7", batch_size=1)["tokens_scored"]
+    said = capsys.readouterr().err
+    amounts = re.findall(rf"scoring validation split .*: ([\d,]+) of {tokens:,} tokens, 0 s", said)
+    scored = [int(amount.replace(",", "")) for amount in amounts]
+    assert scored == sorted(scored) and 0 < scored[-1] <= tokens and len(set(scored)) > 2
+    monkeypatch.undo()
+    evaluate(run / "demo/step-7")
+    assert not capsys.readouterr().err
 
 
 def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
