@@ -1,9 +1,11 @@
 """Checkpoints at work:
 
 config          the options of an evaluation
-evaluate        perplexity on a text, from options to results, and their report
+evaluate        perplexity on a text, or what is found, from options to results, and their report
 texts           what is scored
 scoring         by which processes and in which windows, and whether the model is causal
+beir            collections of documents and queries, and how good rankings are
+search          which documents are nearest to a query
 generate        continues texts
 matrices        the mixing matrices, drawn and measured
 representation  how much of a text each layer keeps

@@ -24,7 +24,7 @@ from mixer.distributed.world import Process, leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.beir import Collection, measures, read_collection
 from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
-from mixer.evaluation.search import Found, search
+from mixer.evaluation.search import Hits, search
 from mixer.evaluation.texts import Text
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
 from mixer.objectives.language import TokenLoss, TokenScores, score_tokens
@@ -158,9 +158,9 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     if options.retrieval:
         folder = as_path(options.retrieval)
         collection = read_collection(folder, options.split)
-        found = search(model, tokenizer, collection, window, size, process)
+        hits = search(model, tokenizer, collection, window, size, process)
         result["collection"] = f"{folder.resolve().name} {options.split}"
-        return result | found_numbers(collection, found)
+        return result | retrieval_numbers(collection, hits)
     with time_reported("reading the text"):
         text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
@@ -261,14 +261,14 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     return result
 
 
-def found_numbers(collection: Collection, found: Found) -> dict:
+def retrieval_numbers(collection: Collection, hits: Hits) -> dict:
     """What a report has of the documents that were found."""
     return {
         "queries": len(collection.queries),
         "documents": len(collection.document_ids),
-        "queries_cut": found.queries_cut,
-        "documents_cut": found.documents_cut,
-    } | measures(found.rankings, collection.relevance)
+        "queries_cut": hits.queries_cut,
+        "documents_cut": hits.documents_cut,
+    } | measures(hits.rankings, collection.relevance)
 
 
 def evaluation_report(results: list[dict]) -> str:

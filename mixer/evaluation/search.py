@@ -28,7 +28,7 @@ NONE = torch.iinfo(torch.int64).min  # the key of no document
 
 
 @dataclass(frozen=True)
-class Found:
+class Hits:
     rankings: dict[str, list[str]]  # by query, the ids of the nearest documents, the best first
     queries_cut: int  # longer than the window
     documents_cut: int
@@ -100,7 +100,7 @@ def search(
     window: int,
     batch_size: int,
     process: Process,
-) -> Found:
+) -> Hits:
     """The documents nearest to each query, by cosine. As in BEIR, the document with a query's own
     id is left out. The processes share the texts, and all of them return the same.
     """
@@ -144,7 +144,7 @@ def search(
         query: [ids[by_id[key & 0xFFFFFFFF]] for key in keys if key != NONE]
         for query, keys in zip(queries, best, strict=True)
     }
-    return Found(rankings, queries_cut, documents_cut)
+    return Hits(rankings, queries_cut, documents_cut)
 
 
 def sort_keys(scores: Tensor, places: Tensor) -> Tensor:
