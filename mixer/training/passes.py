@@ -70,8 +70,6 @@ class Objective(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-        # accelerate reads this: the class of the blocks, which FSDP shards one by one.
-        self._no_split_modules = sorted({type(block).__name__ for block in blocks_of(model)})
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.score(self.model(inputs, use_cache=False).logits, targets)
@@ -79,14 +77,6 @@ class Objective(nn.Module):
     def score(self, logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         nats = token_nats(logits, targets)
         return nats if self.training else (nats, logits.argmax(-1) == targets)
-
-    # accelerate calls these two: FSDP shards the embeddings apart from the blocks.
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.get_output_embeddings()
 
 
 class Contrastive(Objective):
@@ -160,10 +150,10 @@ def compile_objective(
     """Compiles the objective's parts in place, with a first pass on `shape`, (batch, tokens).
     Returns whether they are compiled.
 
-    Call this before DDP or FSDP wrap the objective. One block is compiled for all of them, and DDP
-    gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
-    replace methods, so that parameters keep their names. Where compiling fails on a process, all go
-    on without it.
+    Call this before DDP or FSDP wrap the objective; with FSDP the first pass comes after that. One
+    block is compiled for all of them, and DDP gets a block's gradients as soon as the backward pass
+    of that block ends. Compiled functions replace methods, so that parameters keep their names.
+    Where compiling fails on a process, all go on without it.
     """
     choice = run.train.compile
     if choice == "no" or (choice == "auto" and world.device.type != "cuda"):
@@ -176,9 +166,12 @@ def compile_objective(
         setattr(module, name, compiled(getattr(module, name)))
     try:
         tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
-        with world.accelerator.autocast():
-            nats = objective(tokens, tokens.clone())
-        nats.sum().backward()
+        if world.is_sharded:  # no device need hold the whole model: this tries the compiler alone
+            compiled(F.gelu)(tokens.float())
+        else:
+            with world.accelerator.autocast():
+                nats = objective(tokens, tokens.clone())
+            nats.sum().backward()
     except Exception as error:  # if it is not the compiler's, the run will meet it again
         failure = first_line(error)
     objective.zero_grad(set_to_none=True)  # the first step would add up what a pass left
