@@ -79,6 +79,19 @@ def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_
     assert torch.equal(saved, embedding)
 
 
+def test_a_sharded_run_begins_with_the_weights_that_one_process_has(write_config, launch, tmp_path):
+    # a rate of 0, so that the step changes nothing
+    command = ("--config", write_config(), "train.steps=1", "train.eval_every=0", "optim.lr=0")
+    runs = tmp_path / "runs"
+    launch(*command, "name=one").succeed()
+    sharded = {"processes": 2, "environment": FSDP}
+    launch(*command, "name=new", **sharded).succeed()
+    started = [f"train.init_from={runs}/one/step-1", "seed=1", "name=started"]
+    launch(*command, *started, **sharded).succeed()
+    weights = [runs / name / "step-1/model.safetensors" for name in ("one", "new", "started")]
+    assert weights[0].read_bytes() == weights[1].read_bytes() == weights[2].read_bytes()
+
+
 def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
     write_config, finished, launch, tmp_path
 ):
