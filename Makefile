@@ -13,6 +13,10 @@ ifneq ($(TORCH),$(KEPT))
 .PHONY: .venv/.ready
 endif
 
+# Before a command that is silent for long: says every 20 s that it goes on, until this shell ends.
+TICK = (n=0; while sleep 1 && kill -0 $$$$; do \
+    n=$$((n + 1)); [ $$((n % 20)) -gt 0 ] || echo "... $$n s so far"; done) 2> /dev/null &
+
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -22,13 +26,13 @@ setup: .venv/.ready
 	@# ignored: it works, too.
 	-$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --upgrade pip
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^triton==/d)' constraints.txt > .venv/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+	@$(TICK) $(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 	  -c .venv/constraints.txt -e ".[dev,eval$(if $(TORCH),,,sm70)]"
 	@# Compiles to byte code on all cores (pip uses one), without the packages' own tests and the
 	@# hundreds of models that transformers has. A failure is ignored: Python compiles what is
 	@# missing on import.
 	@echo "Compiling them to byte code."
-	-$(BIN)/python -m compileall -qq -j 0 \
+	-@$(TICK) $(BIN)/python -m compileall -qq -j 0 \
 	  -x '/(tests|testing/_internal|transformers/models/[^/]+)/' .venv/lib
 	echo $(TORCH) > $@
 

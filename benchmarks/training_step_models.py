@@ -15,8 +15,9 @@ from dense_mixing import MatmulMixing
 from torch import Tensor, nn
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
+from mixer.objectives.language import TokenLoss
 from mixer.training.optim import Guard, OptimConfig, build_optimizer, clip, gradient_norm
-from mixer.training.passes import Objective, compiled, compiled_parts, set_recompute
+from mixer.training.passes import compiled, compiled_parts, set_recompute
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Step:
         self.device = device
         self.module = build(form, size, device)
         self.ours = isinstance(self.module, Ours)
-        model = self.module.objective.model if self.ours else self.module
+        model = self.module.loss.model if self.ours else self.module
         compile_step = compiled if self.ours and form.compile != "no" else None
         config = OptimConfig(lr=1e-4)
         self.optimizer = build_optimizer(model, config, compile=compile_step)
@@ -181,16 +182,16 @@ class Ours(nn.Module):
 
     def __init__(self, model: MaskedMixerForCausalLM):
         super().__init__()
-        self.objective = Objective(model).train()
+        self.loss = TokenLoss(model).train()
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.objective(inputs, targets).sum() * (1.0 / targets.numel())
+        return self.loss(inputs, targets).sum() * (1.0 / targets.numel())
 
     def methods_to_compile(self, unit: str) -> list[tuple[nn.Module, str]]:
         """By module and name. unit: no, blocks or model."""
         if unit == "blocks":
-            return compiled_parts(self.objective)
-        return {"no": [], "model": [(self.objective, "forward")]}[unit]
+            return compiled_parts(self.loss)
+        return {"no": [], "model": [(self.loss, "forward")]}[unit]
 
 
 # ------------------------------------------------------------------------- the clean models

@@ -1,6 +1,8 @@
 """README and docs/ agree with the repository: links, keys of configurations, measured figures."""
 
+import ast
 import re
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -119,3 +121,21 @@ def is_measured(row: dict[str, str], files: list[Path]) -> bool:
 
 def has_figure(cell: str) -> bool:
     return bool(FIGURE.match(cell) or re.search(r"\d\.\d\d", re.sub(r"\]\(.*?\)", "", cell)))
+
+
+def test_each_message_of_the_faq_is_what_the_code_says():
+    messages = re.findall(r"^### `(.+)`$", (ROOT / "docs/faq.md").read_text(), re.MULTILINE)
+    assert len(messages) > 20
+    said = [text for file in (ROOT / "mixer").rglob("*.py") for text in literals(file)]
+    for message in messages:
+        assert any(message in text for text in said), message
+
+
+def literals(file: Path) -> Iterator[str]:
+    """The strings of a file, with … for what an f-string fills in."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = (getattr(part, "value", "…") for part in node.values)
+            yield "".join(part if isinstance(part, str) else "…" for part in parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value

@@ -26,7 +26,7 @@ ORDER = [
     {"ops"},
     {"models"},
     {"reporting", "data", "distributed"},
-    {"checkpoints"},
+    {"checkpoints", "objectives"},
     {"training", "evaluation"},
     {"comparison"},
     {"commands"},

@@ -3,7 +3,8 @@
     step-1000/
         config.json  model.safetensors  tokenizer.json ...   what from_pretrained loads, in fp32
         modeling.py ...                   the model's code, for use without this package
-        modules.json  1_Pooling/          of a contrastive run, for sentence-transformers
+        modules.json  1_Pooling/          what the objective adds, such as these of a contrastive
+                                          run, for sentence-transformers
         trainer_state/
             trainer.json                  see below
             optimizer-1-of-1.safetensors  the optimizer's state, as PARAMETER/KEY for each parameter
@@ -52,10 +53,9 @@ STATE = "trainer_state"
 TRAINER = f"{STATE}/trainer.json"
 LISTING = f"{STATE}/files.json"
 OPTIMIZER = f"{STATE}/optimizer-1-of-1.safetensors"
-MODULES = "modules.json"
 # Of trainer.json, which commands read beyond the numbers that each needs.
 OF_TRAINER = {
-    "settings": {"data": {str: object}, str: object},
+    "settings": {"data": {str: object}, "train": {str: object}, str: object},
     "earlier": {str: {str: object}},
     str: object,
 }

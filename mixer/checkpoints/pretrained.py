@@ -3,6 +3,7 @@ loaded, with every fault named, and written.
 """
 
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -15,9 +16,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from mixer.checkpoints.checkpoint import MODULES, REMEDY
+from mixer.checkpoints.checkpoint import REMEDY
 from mixer.checkpoints.model_files import check_checkpoint, refused, weight_types
-from mixer.checkpoints.writer import not_finite, write_modules
+from mixer.checkpoints.writer import not_finite
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
@@ -25,6 +26,9 @@ from mixer.data.tokenizer import read_tokenizer, vocabulary_size
 from mixer.models.auto import is_registered
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
+
+# Files that sentence-transformers reads beside a model that was trained to make vectors of texts.
+OF_SENTENCE_TRANSFORMERS = ("modules.json", "1_Pooling/config.json")
 
 
 def load_checkpoint(
@@ -144,8 +148,10 @@ def write_new(
         if tokenizer is not None:
             tokenizer.model_max_length = model.config.max_position_embeddings
             tokenizer.save_pretrained(stage)
-        if source is not None and (source / MODULES).is_file():
-            write_modules(stage, model.config.hidden_size)
+        for name in OF_SENTENCE_TRANSFORMERS:
+            if source is not None and (source / name).is_file():
+                (stage / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source / name, stage / name)
         if card:
             (stage / "README.md").write_text(card, encoding="utf-8")
     with_one = "with" if tokenizer else "without"

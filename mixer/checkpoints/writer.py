@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from mixer.checkpoints.checkpoint import (
     FORMAT,
-    MODULES,
     OPTIMIZER,
     STATE,
     TRAINER,
@@ -44,7 +49,7 @@ class CheckpointWriter:
         world: World,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        makes_vectors: bool = False,
+        write_beside: Callable[[Path, PreTrainedConfig], None],
     ):
         self.directory = directory
         self.keep = keep
@@ -52,7 +57,7 @@ class CheckpointWriter:
         self.world = world
         self.model = model
         self.tokenizer = tokenizer
-        self.makes_vectors = makes_vectors  # of texts, for sentence-transformers
+        self.write_beside = write_beside  # see Objective.write_beside
         self.copies: dict[str, Tensor] = {}  # of the state, in memory that each save uses again
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.jobs: list[Future] = []
@@ -149,32 +154,7 @@ class CheckpointWriter:
         self.tokenizer.save_pretrained(directory)
         weights = {name: copy for name, copy in self.copies.items() if "/" not in name}
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        if self.makes_vectors:
-            write_modules(directory, config.hidden_size)
-
-
-def write_modules(directory: Path, hidden_size: int) -> None:
-    """Writes what sentence-transformers reads beside a model to make the vectors of `text_vectors`,
-    the state of a text's last token, divided by its norm.
-    """
-    classes = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    modules = [
-        {
-            "idx": index,
-            "name": str(index),
-            "path": path,
-            "type": f"sentence_transformers.models.{class_name}",
-        }
-        for index, (path, class_name) in enumerate(classes.items())
-    ]
-    (directory / MODULES).write_text(json.dumps(modules, indent=1))
-    pooling = {
-        "pooling_mode_lasttoken": True,
-        "pooling_mode_mean_tokens": False,
-        "word_embedding_dimension": hidden_size,
-    }
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling/config.json").write_text(json.dumps(pooling, indent=1))
+        self.write_beside(directory, config)
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor]:

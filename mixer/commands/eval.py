@@ -26,20 +26,21 @@ SOURCES = ("text", "data", "pairs", "hub")  # of which at most one is given
 
 
 def main(arguments: list[str] | None = None) -> None:
+    follow_launcher()
+    is_main = rank() == 0
     parser = command_parser("mixer eval", __doc__)
     sources = parser.add_mutually_exclusive_group()
     for field in fields(EvalOptions):
         add_option(sources if field.name in SOURCES else parser, field)
     parser.add_argument("--output", metavar="DIR", help="default: beside the first checkpoint")
     options = vars(parser.parse_args(arguments))
-    follow_launcher()
     checkpoints = options.pop("checkpoint")
     output = options.pop("output")
     evaluations = [EvalOptions(checkpoint=str(path), **options) for path in checkpoints]
     for evaluation in evaluations:
         check_options(evaluation)
     directory = as_path(output or default_directory(evaluations))
-    if rank() == 0:
+    if is_main:
         check_writable(directory)
     # Only now, as this takes seconds.
     from mixer.evaluation.evaluate import evaluate

@@ -18,6 +18,7 @@ import psutil
 
 from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.common.options import is_plain_text
+from mixer.common.progress import time_reported
 from mixer.common.values import shape_problem
 
 STAGE = ".partial-"  # the names of what is being written begin with this; then HOST@NAME
@@ -397,7 +398,8 @@ def has_sha256(path: Path, recorded: str) -> bool:
             return True
     if size > LARGE:
         say_on_stderr(f"checking the SHA-256 of {path} ({size / 1e9:.1f} GB), once on this machine")
-    is_good = sha256(path) == recorded
+    with time_reported(f"checking {path}"):
+        is_good = sha256(path) == recorded
     with suppress(OSError):
         if is_good and note:
             note.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 from mixer.common.files import write_text
-from mixer.models.config import CANDIDATES
+from mixer.objectives.config import CANDIDATES
 from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis, write_names
 from mixer.reporting.text import ACCURACY, COUNT, LOSS, MEMORY, SECONDS, SPEED, TOP1, wrapped
 from mixer.reporting.text import table as markdown_table
@@ -63,9 +63,13 @@ def table(result: dict) -> str:
         f"{', '.join(commits)}; `{'`, `'.join(commands)}`. "
         "The options of each run are in the JSON file."
     )
-    is_retrieval = any("top1_of_32" in row for row in rows)
-    notes = NOTES.format(", of retrieval per pair" if is_retrieval else "")
+    notes = NOTES.format(", of retrieval per pair" if has_ranks(rows) else "")
     return "\n\n".join([*sections, wrapped(notes), wrapped(origin)]) + "\n"
+
+
+def has_ranks(rows: Iterable[dict]) -> bool:
+    """Whether runs ranked candidates: their losses are of pairs."""
+    return any("top1_of_32" in row for row in rows)
 
 
 def distinct(values: Iterable[str]) -> list[str]:
@@ -190,7 +194,7 @@ def draw(result: dict, output: Path) -> bool:
     kinds = result["plan"].get("kinds")
     if kinds:  # without the sweep
         runs = {n: row for n, row in runs.items() if row["budget"] >= result["plan"]["seconds"]}
-    if any("top1_of_32" in row for row in runs.values()):
+    if has_ranks(runs.values()):
         return False
     if kinds is None:
         with_curve = {n: row for n, row in runs.items() if "loss" in row and "seed" not in row}

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from mixer.common import progress
 from mixer.common.errors import UserError, end_with_parent, first_line
 from mixer.common.files import as_path, check_writable, read_json, results_locked, write_json
 from mixer.common.terminal import lasting_output
@@ -63,7 +65,9 @@ class Study:
         self.result = earlier | {"plan": plan}
         self.origin = {"commit": commit, "command": command}  # of the rows that are added
         self.problems: list[str] = []
-        self.last_lines: dict[str, str] = {}  # of what runs have printed, by their names
+        # By the names of runs: the last line that was said, since when it is the last of the run's
+        # output, and when it was said, of time.monotonic().
+        self.said: dict[str, tuple[str, float, float]] = {}
         self.stopped = False
         self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
 
@@ -136,6 +140,8 @@ class Study:
         process.start()
         theirs.close()  # so that the end of the process ends what is read
         print(f"{run.name}: started; its output is in {self.log_of(run)}", flush=True)
+        now = time.monotonic()
+        self.said[run.name] = "started", now, now
         self.running[ours] = job, run, gpu, process
         if self.stopped:  # by a signal that came before this process was known
             process.terminate()
@@ -144,13 +150,21 @@ class Study:
         return self.folder / f"{run.folder}.txt"
 
     def say_progress(self) -> None:
-        """Prints the last line of each run's output, if it is new."""
+        """Prints the last line of each run's output, if it is new, or after progress.SECONDS."""
         for _, run, *_ in self.running.values():
             log = self.log_of(run)
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            if lines and self.last_lines.get(run.name) != lines[-1]:
-                self.last_lines[run.name] = lines[-1]
-                print(f"{run.name}: {lines[-1]}", flush=True)
+            line = lines[-1] if lines else "started"
+            now = time.monotonic()
+            last_line, since, said_at = self.said[run.name]
+            if line != last_line:
+                since = now
+                print(f"{run.name}: {line}", flush=True)
+            elif now - said_at > progress.SECONDS:
+                print(f"{run.name}: {line} ({now - since:.0f} s ago)", flush=True)
+            else:
+                continue
+            self.said[run.name] = line, since, now
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
         """The row of a process that has ended, if its run has: it is in the results now."""

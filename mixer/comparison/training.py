@@ -10,7 +10,6 @@ from mixer.common.errors import NotFinite, UserError
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import SIGNALS, Run
 from mixer.data.config import Manifest
-from mixer.data.prepare import open_data
 from mixer.reporting.text import read_metrics
 from mixer.training.config import load_config
 from mixer.training.loop import train
@@ -33,7 +32,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
         shutil.rmtree(config.directory)
-    data = open_data(config.data, config.model.max_position_embeddings)
+    data = config.objective.open_data()
     text = [split.tokens_sha256 for split in data.manifest.splits.values()]
     if recorded not in (None, text):
         problem = f"{config.data.directory or config.data.source} has other tokens than the results"

@@ -13,7 +13,8 @@ from mixer.common.options import has_type, option, option_problems
 
 SPLITS = ("train", "validation")
 FILE_SOURCES = ("text", "jsonl", "parquet")
-TASKS = ("copy", "recall", "needle")  # see mixer/data/tasks.py
+TEXTS = ("builtin", *FILE_SOURCES, "hub")
+TASKS = ("copy", "recall", "needle")  # samples of random tokens
 # Options that name text, and the sources that read them. Others refuse them.
 READ_BY = {
     "path": (*FILE_SOURCES, "hub"),
@@ -22,7 +23,20 @@ READ_BY = {
 }
 # Options that these sources alone use. A configuration may set them all the same: other sources are
 # chosen on the command line, over its own.
-OF_SOURCES = {
+OF_TEXTS = (
+    "path",
+    "tokenizer",
+    "directory",
+    "packed",
+    "cut",
+    "validation_fraction",
+    "validation_documents",
+    "validation_path",
+    "validation_split",
+    "max_documents",
+    "workers",
+)
+OF_SOURCES = dict.fromkeys(OF_TEXTS, TEXTS) | {
     "pairs": ("recall", "needle"),
     "subset": ("builtin", "hub"),
     "split": ("hub",),
@@ -39,7 +53,7 @@ class DataConfig:
         "builtin",
         "source of the text; builtin: Python's standard library; copy, recall, needle: tasks "
         "of random tokens (docs/tasks.md)",
-        choices=("builtin", *FILE_SOURCES, "hub", *TASKS),
+        choices=(*TEXTS, *TASKS),
     )
     path: str = option("", "text, jsonl, parquet: file, folder or glob; hub: the dataset's name")
     subset: str = option(
@@ -69,13 +83,8 @@ class DataConfig:
 
 def unused_options(config: DataConfig) -> set[str]:
     """Options that the chosen source, tokenizer or validation text leaves without a use."""
-    if config.source in TASKS:
-        used = {"source", "vocab_size"}
-        if config.source != "copy":
-            used.add("pairs")
-        return {item.name for item in fields(config)} - used
     unused = {name for name, sources in OF_SOURCES.items() if config.source not in sources}
-    if config.tokenizer != "train":
+    if config.tokenizer != "train" and "tokenizer" not in unused:
         unused.add("vocab_size")
     if config.packed:
         unused.add("cut")
@@ -104,7 +113,7 @@ def check(config: DataConfig) -> None:
     """Raise UserError for settings that cannot work, before anything is read or written."""
     source = config.source
     problems = option_problems(config, "data.")
-    if source not in TASKS and not problems:
+    if not problems:
         problems += [
             f"data.{name} is {getattr(config, name)!r}, which source {source!r} does not read; "
             f"allowed with data.source {', '.join(readers)}: set one of these, or data.{name}="

@@ -1,5 +1,5 @@
-"""The data of a run: both splits as samples, with their tokenizer. A text is prepared once:
-documents become token files, a tokenizer and a manifest.
+"""The data of a run: both splits as samples, with their tokenizer. It is prepared once: documents
+become token files, a tokenizer and a manifest.
 
 A directory of prepared data appears when it is complete, so a process that is killed leaves nothing
 that could be taken for prepared data. It holds
@@ -18,13 +18,12 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,53 +31,46 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from mixer.common import progress
 from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import as_path, sha256, whole_directory
 from mixer.common.terminal import counted
 from mixer.data import tokenizer as tokenizing
-from mixer.data.config import SPLITS, TASKS, DataConfig, Manifest, existing_data, recorded_settings
-from mixer.data.samples import PairFile, TokenFile
+from mixer.data.config import SPLITS, DataConfig, Manifest, existing_data, recorded_settings
+from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, source_shards, text_hash, texts_of
-from mixer.data.tasks import TaskSamples, open_task
 
 BATCH_CHARACTERS = 1 << 20  # that a worker gets at a time, and the rest of their last piece
 LEAST_HELD_OUT = 10_000  # characters of a single document, unless these are above a tenth of it
-REPORT_SECONDS = 5.0
 
 
 @dataclass
 class Data:
-    """Prepared data, or a task."""
+    """Both splits as samples, with what they are made of."""
 
     manifest: Manifest
-    training: TokenFile | TaskSamples
-    validation: TokenFile | TaskSamples
+    training: Samples
+    validation: Samples
     tokenizer: PreTrainedTokenizerFast
     text_bytes: tokenizing.TextBytes  # of validation's text
 
 
-def open_data(config: DataConfig, context: int, as_pairs: bool = False, say: Say = print) -> Data:
-    """The data as samples of `context` tokens, or pairs of texts of at most so many. A text is
-    prepared unless that was done already: whichever process does it prints how far it is.
+def open_data(
+    config: DataConfig, context: int, sample_class: type[TokenFile] = TokenFile, say: Say = print
+) -> Data:
+    """The data as samples of a class, for a context. It is prepared unless that was done already:
+    whichever process does it prints how far it is.
     """
-    if config.source in TASKS:
-        manifest, splits, tokenizer = open_task(config, context)
-        text_bytes = tokenizing.TextBytes(tokenizer)
-    else:
-        manifest = prepare(config)
-        directory = as_path(config.directory)
-        tokenizer = tokenizing.load_tokenizer(directory)
-        if manifest.tokenizer_loses:
-            say(manifest.tokenizer_loses)
-        split_file = PairFile if as_pairs else TokenFile
-        splits = [split_file(directory, split, context) for split in SPLITS]
-        _, validation = splits
-        size = manifest.splits["validation"].bytes
-        text_bytes = tokenizing.TextBytes(tokenizer, [validation.tokens], size)
-    # Both are saved with the model, for tools that cut texts and make batches of them.
-    tokenizer.model_max_length = context
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return Data(manifest, *splits, tokenizer, text_bytes)
+    manifest = prepare(config)
+    directory = as_path(config.directory)
+    tokenizer = tokenizing.load_tokenizer(directory)
+    if manifest.tokenizer_loses:
+        say(manifest.tokenizer_loses)
+    training, validation = (sample_class(directory, split, context) for split in SPLITS)
+    size = manifest.splits["validation"].bytes
+    text_bytes = tokenizing.TextBytes(tokenizer, [validation.tokens], size)
+    tokenizing.fit_to_models(tokenizer, context)
+    return Data(manifest, training, validation, tokenizer, text_bytes)
 
 
 def prepare(config: DataConfig, say: Say = print) -> Manifest:
@@ -98,18 +90,18 @@ def prepare(config: DataConfig, say: Say = print) -> Manifest:
 def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     """Write tokenizer, token files and manifest."""
     are_pairs = bool(config.pair_field)
-    with time_reported("reading the text", say):
+    with progress.time_reported("reading the text", say):
         corpus = Corpus(config)
     training = (document for split, document in corpus.documents() if split == "train")
     texts = itertools.chain.from_iterable(texts_of(document, are_pairs) for document in training)
     if config.tokenizer == "train":
-        with time_reported("training the tokenizer", say):
+        with progress.time_reported("training the tokenizer", say):
             sample = tokenizing.training_sample(texts)
             tokenizer = tokenizing.train_tokenizer(sample, config.vocab_size)
         loss = ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
-        with time_reported("reading the tokenizer, and a sample of the text", say):
+        with progress.time_reported("reading the tokenizer, and a sample of the text", say):
             tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
             loss = tokenizing.loss_of_text(tokenizer, texts)
     if tokenizer.num_special_tokens_to_add(pair=False):
@@ -135,28 +127,6 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
     manifest = Manifest.of(values)
     (directory / "manifest.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     return manifest
-
-
-@contextmanager
-def time_reported(activity: str, say: Say) -> Iterator[None]:
-    """Says every REPORT_SECONDS how long the activity inside has taken, by a thread: nothing inside
-    may fork, as a child has no thread to release what this one holds.
-    """
-    began = time.perf_counter()
-    ended = threading.Event()
-
-    def report() -> None:
-        while not ended.wait(REPORT_SECONDS):
-            with suppress(OSError):  # nobody reads the output
-                say(f"{activity}: {time.perf_counter() - began:.0f} s so far")
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 class Corpus:
@@ -278,7 +248,7 @@ def _write_tokens(
             files[f"{split}.bin"].write(tokens)
             if closes:
                 files[f"{split}.docs.bin"].write(counts[split]["tokens"].to_bytes(8, "little"))
-            if time.perf_counter() - reported > REPORT_SECONDS:
+            if time.perf_counter() - reported > progress.SECONDS:
                 reported = time.perf_counter()
                 say(_report("tokenized so far", counts, reported - began))
     say(_report("tokenized", counts, time.perf_counter() - began))
@@ -288,7 +258,7 @@ def _write_tokens(
             f"validation has {validation:,} tokens, and training {training:,}: for another split, "
             "add text or give another data.validation_path, with another data.directory"
         )
-    with time_reported("hashing the token files", say):
+    with progress.time_reported("hashing the token files", say):
         return {
             split: {
                 **counts[split],

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ STEPS_AHEAD = 2
 ROUNDS = 6
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, tokens)
+
+
+class Samples(Protocol):
+    """One split of the data, as numbered samples."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples `indices` as two tensors, each int64 (batch, tokens). Every sample has as
+        many tokens, padded where it is shorter.
+        """
+        ...
 
 
 class TokenFile:
@@ -47,14 +60,18 @@ class TokenFile:
         self.files = {suffix: open(f"{self.path}.{suffix}", "rb") for suffix in suffixes}
         numbers = os.fstat(self.files["docs.bin"].fileno()).st_size // 8
         self.texts = numbers // self.counts.documents  # of a document: one, or two of a pair
-        self.samples_before = self._samples_before()
+        # (documents + 1,): the samples before each document, and all
+        self.samples_before = np.concatenate([[0], np.cumsum(self.samples_of_documents())])
         if not len(self):
             raise UserError(
-                f"the {split} split of {directory} has {self.counts.tokens} tokens, but a context "
-                f"of {context} needs at least {context + 1} (a pair of passages: a document of "
-                f"{2 * context}); choose a shorter context, or more text for this split (a larger "
+                f"the {split} split of {directory} has {self.counts.tokens} tokens, but "
+                f"{self.needed()}; choose a shorter context, or more text for this split (a larger "
                 "data.validation_fraction), with another data.directory"
             )
+
+    def needed(self) -> str:
+        """What a split must have, in words."""
+        return f"a context of {self.context} needs at least {self.context + 1}"
 
     @property
     def tokens(self) -> np.ndarray:
@@ -72,13 +89,12 @@ class TokenFile:
         ends = self.read(first * self.texts, last * self.texts, "docs.bin")
         return ends.reshape(-1, self.texts)
 
-    def _samples_before(self) -> np.ndarray:
-        """(documents + 1,): the samples before each document, and all. Packed text is one."""
+    def samples_of_documents(self) -> np.ndarray:
+        """(documents,): how many samples each document has. Packed text is one document."""
         if self.packed:
-            return np.array([0, (self.counts.tokens - 1) // self.context])
+            return np.array([(self.counts.tokens - 1) // self.context])
         targets = np.diff(self.document_ends(), prepend=0) - 1
-        rows = targets > 1 if self.cut else -(-targets // self.context)
-        return np.concatenate([[0], np.cumsum(rows)])
+        return targets > 1 if self.cut else -(-targets // self.context)
 
     def __len__(self) -> int:
         return int(self.samples_before[-1])
@@ -137,52 +153,6 @@ class TokenFile:
                 "folder to prepare again, and run the same command again"
             ) from None
         return numbers
-
-
-class PairFile(TokenFile):
-    """One split of prepared data as pairs of texts of at most `context` tokens each.
-
-    Prepared with data.pair_field, a document is a pair: query, EOS, target, EOS. Others are cut
-    into passages of `context` tokens, of which the first and second are a pair, the third and
-    fourth, and so on; the rest at the end of a document is in none.
-
-    Raises UserError for a pair of data prepared by an earlier version, which did not record where a
-    query ends, if not only its end has an EOS.
-    """
-
-    def _samples_before(self) -> np.ndarray:
-        sizes = np.diff(self.document_ends(), prepend=0) - 1  # without EOS
-        self.are_rows = "pair_field" in self.manifest.settings
-        pairs = np.ones_like(sizes) if self.are_rows else sizes // (2 * self.context)
-        return np.concatenate([[0], np.cumsum(pairs)])
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """The queries and the targets of the pairs `indices`, each int64 (batch, context), with
-        -100 behind the end of a text.
-        """
-        texts = np.full((2, len(indices), self.context), -100)
-        for row, index in enumerate(indices):
-            for side, tokens in enumerate(self._pair(int(index))):
-                tokens = tokens[: self.context]
-                texts[side, row, : len(tokens)] = tokens
-        return torch.from_numpy(texts[0]), torch.from_numpy(texts[1])
-
-    def _pair(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        start, end, number = self.document_of(index)
-        if self.are_rows:
-            tokens = self.read(start, end - 1)
-            middles = self.text_ends(index, index + 1)[0, :-1] - start - 1
-            if not len(middles):
-                middles = np.flatnonzero(tokens == self.manifest.eos_token_id)
-            if len(middles) != 1:
-                raise UserError(
-                    f"a pair in {self.path}.bin has an EOS inside of a text: give another "
-                    "data.directory, to prepare it by this version, which records where texts end"
-                )
-            return tokens[: middles[0]], tokens[middles[0] + 1 :]
-        start += 2 * self.context * number
-        tokens = self.read(start, start + 2 * self.context)
-        return tokens[: self.context], tokens[self.context :]
 
 
 class SampleOrder:
@@ -256,7 +226,6 @@ class Batches:
     the same for any number of both.
 
     Args:
-        data: a TokenFile or PairFile, or TaskSamples in its place.
         sizes: micro-batches of a step, and samples of a process in each.
         process: its rank, and the number of processes.
         pin: whether batches are in pinned memory, for a GPU.
@@ -264,7 +233,7 @@ class Batches:
 
     def __init__(
         self,
-        data: TokenFile,
+        data: Samples,
         order: SampleOrder,
         sizes: tuple[int, int],
         process: tuple[int, int],

@@ -15,6 +15,7 @@ import itertools
 import json
 import lzma
 import os
+import shlex
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,7 @@ from typing import BinaryIO
 
 from mixer.common.errors import Say, UserError, first_line, say_on_stderr
 from mixer.common.files import as_path, sha256
-from mixer.data.config import FILE_SOURCES, TASKS, DataConfig, existing_data
+from mixer.data.config import FILE_SOURCES, DataConfig, existing_data
 from mixer.data.decoding import decoded
 
 BETWEEN = "\0"  # the two texts of a pair; the first one has no such character
@@ -67,9 +68,16 @@ def source_shards(config: DataConfig) -> list[Shard]:
         if source and not file.name.lower().endswith(_compressible(".json")):
             raise UserError(
                 f"{file} has a document in each row, but data.source=text reads a file as one "
-                f"document: give data.source={source}, or leave the file out of data.path"
+                f"document: give data.source={source}, or a glob that leaves the file out, "
+                f"such as {example_glob(config.path)}"
             )
     return [Shard(config, file) for file in files]
+
+
+def example_glob(path: str) -> str:
+    """Of the texts in a folder of mixed files, as a shell takes it."""
+    folder = path if as_path(path).is_dir() else "FOLDER"
+    return "data.path=" + shlex.quote(f"{folder.rstrip('/')}/**/*.txt")
 
 
 def documents(
@@ -106,7 +114,7 @@ def documents(
         share = f"{len(binary):,} of {files:,} files of {config.path}"
         left_out = f"{share} are no text, such as {binary[0]}"
         if len(binary) > MOST_BINARY * files:
-            remedy = "give a glob of the texts, such as data.path='FOLDER/**/*.txt'"
+            remedy = f"give a glob of the texts, such as {example_glob(config.path)}"
             raise UserError(f"{left_out}; at most {MOST_BINARY:.0%} may be none: {remedy}")
         say(f"left out: {left_out}")
     rows = count + missing
@@ -274,10 +282,9 @@ READERS = {
 
 def check_data(config: DataConfig) -> None:
     """Raises UserError for data that is not prepared and cannot be, as far as paths tell."""
-    if config.source not in TASKS and existing_data(config) is None:
-        if config.source in FILE_SOURCES:
-            for name in filter(None, (config.path, config.validation_path)):
-                check_path(name)
+    if config.source in FILE_SOURCES and existing_data(config) is None:
+        for name in filter(None, (config.path, config.validation_path)):
+            check_path(name)
 
 
 def check_path(name: str) -> None:

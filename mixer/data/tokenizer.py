@@ -252,6 +252,12 @@ def _cuts_words_as_gpt2(specification: dict) -> bool:
     )
 
 
+def fit_to_models(tokenizer: PreTrainedTokenizerFast, context: int) -> None:
+    """Sets what is saved with models of a context, for tools that cut texts and make batches."""
+    tokenizer.model_max_length = context
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """One more than the largest id: what an embedding needs (a vocabulary's ids may have holes)."""
     return max(tokenizer.get_vocab().values()) + 1

@@ -58,6 +58,6 @@ def _problem_of_accelerate() -> str:
     if ACCELERATE in os.environ and several and not is_launched():
         return (
             "accelerate launch was asked for several processes but started one; allowed: "
-            "--multi_gpu; on a CPU: torchrun --nproc_per_node=PROCESSES train.py ..."
+            "--multi_gpu; on a CPU start them with: torchrun --nproc_per_node=2 train.py ..."
         )
     return ""

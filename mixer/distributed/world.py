@@ -35,21 +35,38 @@ LASTING_GROUPS: list[dist.ProcessGroup] = []
 STOPPING = b"stopping after this step; the same signal again stops at once\n"
 
 
-class World:
-    """The processes of a run, as seen by one of them.
+class Process:
+    """One process of a launch.
+
+    Attributes:
+        device: where it computes.
+        rank, size: which of how many processes it is.
+    """
+
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1):
+        self.device = device
+        self.rank = rank
+        self.size = size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, computed on their devices."""
+        total = tensor.clone(memory_format=torch.contiguous_format)  # others are summed wrongly
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+
+class World(Process):
+    """The processes of a run, as seen by one of them. Rank 0 prints, and writes the run's files.
 
     Attributes:
         accelerator: accelerate's engine, which wraps the model in DDP or FSDP.
-        device: where this process computes.
-        rank, size: which of how many processes this is. Rank 0 prints, and writes the run's files.
         is_sharded: whether FSDP shards the model.
     """
 
     def __init__(self, accelerator: Accelerator):
+        super().__init__(accelerator.device, accelerator.process_index, accelerator.num_processes)
         self.accelerator = accelerator
-        self.device = accelerator.device
-        self.rank = accelerator.process_index
-        self.size = accelerator.num_processes
         self.is_main = self.rank == 0
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         # Messages go over gloo, so that no process waits for the work queued on its GPU.
@@ -73,10 +90,6 @@ class World:
     def of_main(self, value: Any) -> Any:
         """The value of the main process, on every process."""
         return self.gather(value)[0]
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, computed on their devices."""
-        return self.accelerator.reduce(tensor, "sum")
 
     def require_shared(self, name: str, content: Any) -> None:
         """Raises UserError unless all hosts share a directory. `content` identifies what this

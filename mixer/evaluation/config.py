@@ -1,17 +1,22 @@
 """The options of an evaluation, and what is wrong with them. Importing this file takes no time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.model_files import check_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.files import as_path, directory_for
 from mixer.common.options import option, option_problems
-from mixer.data.config import TASKS, DataConfig, Manifest, from_values
+from mixer.data.config import DataConfig, Manifest, from_values
 from mixer.data.sources import check_path
 from mixer.models.masked_mixer.model_options import BACKENDS
+from mixer.objectives.config import ObjectiveConfig, traits_of
+
+if TYPE_CHECKING:
+    from mixer.objectives.objective import Objective
 
 DEVICES = ("auto", "cpu", "cuda")
 TYPES = ("fp32", "fp16", "bf16")  # the names of those in mixer/common/hardware.py
@@ -49,17 +54,34 @@ class EvalOptions:
     backend: str = option("", "mixing backend; default: the checkpoint's", choices=("", *BACKENDS))
 
     @property
-    def source(self) -> DataConfig | str | None:
-        """What is scored without `text` and `hub`: the run's task, or a data directory."""
-        trainer = read_trainer(as_path(self.checkpoint))
-        data = trainer.get("settings", {}).get("data", {})
-        is_task = data.get("source") in TASKS and not self.data
-        if not is_task:
-            return self.data or trainer.get("data_directory")
-        task = from_values(DataConfig, data)
-        if problems := option_problems(task, "data."):
+    def data_directory(self) -> str | None:
+        """The prepared data that is scored by default, if it is known."""
+        return self.data or read_trainer(as_path(self.checkpoint)).get("data_directory")
+
+    def sample_maker(self) -> "Callable[[int], Objective] | None":
+        """What gives the run's objective for a context, if no text is given and it makes samples,
+        which are then scored. Raises UserError for one that is unknown here, and for odd settings
+        of one that does.
+        """
+        if self.text or self.hub or self.pairs or self.data:
+            return None
+        settings = read_trainer(as_path(self.checkpoint)).get("settings", {})
+        train = from_values(ObjectiveConfig, settings.get("train", {}))
+        data = from_values(DataConfig, settings.get("data", {}))
+        problems = option_problems(train, "train.")
+        if not problems:
+            if not traits_of(train, data).makes_samples:
+                return None
+            problems = option_problems(data, "data.")
+        if problems:
             raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
-        return task
+
+        def objective(context: int) -> "Objective":
+            from mixer.objectives.objective import objective_of  # which takes seconds
+
+            return objective_of(train, data, context)
+
+        return objective
 
 
 def default_directory(evaluations: list[EvalOptions]) -> Path:
@@ -87,14 +109,14 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = as_path(options.checkpoint)
     check_checkpoint(directory)
-    source = options.source
     scored = next((name for name in ("text", "hub", "pairs") if getattr(options, name)), "data")
-    if scored == "data" and isinstance(source, DataConfig):
+    if options.sample_maker():
         scored = "a task"
     for name, readers in READ_BY.items():
         if scored not in readers and getattr(options, name) != getattr(EvalOptions, name):
             unread = f"--{name.replace('_', '-')} is given, which scoring {scored} does not read"
             raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
+    source = options.data_directory
     if scored == "data" and not options.data and not (source and as_path(source).is_dir()):
         problem = "does not say what data it was trained on"
         if source:

@@ -1,10 +1,12 @@
 """Perplexity of checkpoints on a text: from options to numbers and their report."""
 
 import hashlib
+import itertools
 import json
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -16,13 +18,15 @@ from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError, rank
 from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
-from mixer.data.samples import PairFile
-from mixer.distributed.world import LASTING_GROUPS, leave_with_error
+from mixer.common.progress import time_reported
+from mixer.data.samples import Batch
+from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
-from mixer.evaluation.scoring import Process, TokenScores
 from mixer.evaluation.texts import Text
-from mixer.models.config import CANDIDATES
+from mixer.objectives.config import CANDIDATES, ObjectiveConfig
+from mixer.objectives.language import TokenLoss, TokenScores, score_tokens
+from mixer.objectives.retrieval import PairFile, PairLoss, score_pairs
 from mixer.reporting.figure import can_draw, plot_loss_by_position
 from mixer.reporting.text import (
     ACCURACY,
@@ -117,13 +121,14 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 def _evaluate(options: EvalOptions, process: Process) -> dict:
     directory = as_path(options.checkpoint)
     device = process.device
-    model, tokenizer = load_checkpoint(directory, device, options.backend)
+    with time_reported(f"loading {directory}"):
+        model, tokenizer = load_checkpoint(directory, device, options.backend)
     result = describe_model(directory, model, tokenizer)
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    processes = process.world_size
+    processes = process.size
     result |= {
         "window": window,
         "stride": stride,
@@ -138,27 +143,56 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         directory = as_path(options.pairs)
         texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
         pairs = PairFile(directory, "validation", window)
-        shares = scoring.find_partners(model, pairs, size, process)
-        return result | {"data": options.pairs, "tokens": window} | shares
-    text = texts.choose_text(options, window, tokenizer)
+        pair_loss = PairLoss(model, ObjectiveConfig.temperature).eval()
+        with time_reported("reading pairs"):
+            scores = score_pairs(pair_loss, pairs, len(pairs), size, process)
+        if not math.isfinite(scores.loss):
+            raise UserError("the vectors are not finite: use --dtype fp32")
+        result |= {"data": options.pairs, "tokens": window, "pairs": scores.pairs}
+        return result | scores.top1
+    with time_reported("reading the text"):
+        text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
-    if task := text.task:
-        starts = range(0, len(task), size)
-        batches = (task.batch(range(start, min(start + size, len(task)))) for start in starts)
+    if (samples := text.samples) is not None:
+        starts = range(0, len(samples), size)
+        batches = (samples.batch(range(len(samples))[start:][:size]) for start in starts)
     else:
         batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of an earlier checkpoint
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
-    scores = scoring.evaluate_batches(model, batches, window, process)
+    with said_progress(batches, text) as batches:
+        own_batches = itertools.islice(batches, process.rank, None, process.size)
+        scores = score_tokens(TokenLoss(model).eval(), own_batches, window, process)
     result["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
     result["peak_memory_gb"] = peak_memory_gb(device)
     if not math.isfinite(scores.nats):
         remedy = "use --dtype fp32; if it persists, the checkpoint diverged"
         raise UserError(f"the loss is {scores.nats} in {options.dtype}: {remedy}")
     return result | numbers(scores, text, result["context"] or window)
+
+
+@contextmanager
+def said_progress(batches: Iterable[Batch], text: Text) -> Iterator[Iterator[Batch]]:
+    """The batches of a text; while they are used, it is said how many of its targets they had."""
+    total = sum(len(tokens) - 1 for tokens in text.streams)
+    is_task = text.samples is not None  # of which only the answers are scored
+    of_total = "" if is_task else f" of {total:,}"
+    scored = 0
+
+    def counted_batches() -> Iterator[Batch]:
+        nonlocal scored
+        for inputs, targets in batches:
+            yield inputs, targets
+            scored += int((targets != -100).sum())
+
+    def amount() -> str:
+        return f"{scored:,}{of_total} tokens, "
+
+    with time_reported(f"scoring {text.name}", amount=amount):
+        yield counted_batches()
 
 
 def describe_model(
@@ -180,7 +214,7 @@ def describe_model(
 
 
 def numbers(scores: TokenScores, text: Text, context: int) -> dict:
-    """What a report has of the text and its scores, also per word and byte but for a task. Where
+    """What a report has of the text and its scores, also per word and byte if it has any. Where
     windows are longer than the trained `context`, it has the loss in its second half and past it:
     the first tokens, with little to go by, would raise the former.
     """
@@ -192,14 +226,14 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
         "streams": len(text.streams),
         "tokens_scored": scores.tokens,
         "nats": scores.nats,
-        "accuracy": float(scores.right_by_position.sum()) / scores.tokens,
+        "accuracy": scores.accuracy,
         "loss": scores.nats / scores.tokens,
         "loss_by_position": scores.by_position(scores.nats_by_position),
         "accuracy_by_position": scores.by_position(scores.right_by_position),
         "count_by_position": scores.count_by_position.tolist(),
     }
     sizes = {"token": scores.tokens}
-    if not text.task:
+    if text.bytes:
         sizes |= {"word": max(text.words, 1), "byte": text.bytes}
         result["bits_per_byte"] = scores.nats / math.log(2) / text.bytes
     for unit, size in sizes.items():  # of words, that of an untrained model can exceed fp64

@@ -1,10 +1,16 @@
-"""Continues texts with a checkpoint."""
+"""Continues texts with a checkpoint, and shows them as they are written."""
 
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, set_seed
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
+from transformers.generation.streamers import BaseStreamer
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError
@@ -13,40 +19,119 @@ from mixer.data.tokenizer import text_encoder
 from mixer.evaluation.scoring import check_length, choose_device
 
 GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
+SHOW_EVERY = (
+    0.05  # seconds; decoding all of a long text after each token would take most of the time
+)
+
+Show = Callable[[str], None]  # gets the parts of a text, as soon as they are written
 
 
-def continuations(
-    checkpoint: Path, prompts: list[str], new_tokens: int, temperature: float, seed: int
-) -> list[str]:
-    """Each prompt and its continuation, sampled from the 50 likeliest tokens, or greedy at
-    temperature 0. One prompt at a time, as not every model leaves out the padding of a batch.
-    Raises UserError for whatever cannot be used, and too little memory.
+@dataclass(frozen=True)
+class Sampling:
+    """How a text is continued: greedily at temperature 0, else by tokens drawn from the `top_k`
+    likeliest (0: all) of those that have `top_p` of the probability together.
     """
-    device = choose_device("auto", "fp32")
-    sizes = f"--new-tokens {new_tokens}"
-    advice = "Give a smaller --new-tokens"
-    with memory_for(device, f"generating with {checkpoint}", sizes, advice):
-        model, tokenizer = load_checkpoint(checkpoint, device)
-        encode = text_encoder(tokenizer)
-        rows = [torch.from_numpy(encode(prompt).astype(np.int64)) for prompt in prompts]
-        for prompt, row in zip(prompts, rows, strict=True):
-            if not len(row):
-                raise UserError(f"the prompt {prompt[:50]!r} has no tokens: give another")
-            check_token(int(row.max()), model, "a prompt")
-            sizes = f"the prompt has {len(row)} tokens, --new-tokens is {new_tokens}"
-            check_length(len(row) + new_tokens, model, checkpoint, sizes)
+
+    new_tokens: int  # at most
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+class Writer:
+    """A checkpoint that continues prompts, one at a time, as not every model leaves out the padding
+    of a batch. Raises UserError for whatever cannot be used, and too little memory.
+    """
+
+    def __init__(self, checkpoint: Path, sampling: Sampling):
+        self.checkpoint = checkpoint
+        self.sampling = sampling
+        self.device = choose_device("auto", "fp32")
+        with self.memory():
+            self.model, self.tokenizer = load_checkpoint(checkpoint, self.device)
+        self.encode = text_encoder(self.tokenizer)
         # Whatever generation_config.json says: beams, several texts for a prompt, another output.
-        model.generation_config = GenerationConfig(
-            eos_token_id=model.generation_config.eos_token_id,
+        self.model.generation_config = GenerationConfig(
+            eos_token_id=self.model.generation_config.eos_token_id,
             pad_token_id=0,  # nothing is padded
-            max_new_tokens=new_tokens,
+            max_new_tokens=sampling.new_tokens,
         )
-        if temperature >= GREEDY_BELOW:
-            model.generation_config.update(do_sample=True, temperature=temperature, top_k=50)
-        texts = []
-        for row in rows:
-            set_seed(seed)
-            ids = row[None].to(device)
-            output = model.generate(ids, attention_mask=torch.ones_like(ids))
-            texts.append(tokenizer.decode(output[0], skip_special_tokens=True))
-    return texts
+        if sampling.temperature >= GREEDY_BELOW:
+            self.model.generation_config.update(
+                do_sample=True,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            )
+
+    def memory(self) -> AbstractContextManager[None]:
+        activity = f"generating with {self.checkpoint}"
+        sizes = f"--new-tokens {self.sampling.new_tokens}"
+        return memory_for(self.device, activity, sizes, "Give a smaller --new-tokens")
+
+    def tokens(self, prompt: str) -> Tensor:
+        """(1, tokens) int64, on the CPU, of a prompt that the model can continue."""
+        ids = torch.from_numpy(self.encode(prompt).astype(np.int64))[None]
+        if not ids.numel():
+            raise UserError(f"the prompt {prompt[:50]!r} has no tokens: give another")
+        check_token(int(ids.max()), self.model, "a prompt")
+        length = ids.shape[1]
+        new_tokens = self.sampling.new_tokens
+        sizes = f"the prompt has {length} tokens, --new-tokens is {new_tokens}"
+        check_length(length + new_tokens, self.model, self.checkpoint, sizes)
+        return ids
+
+    def write(self, ids: Tensor, show: Show, seed: int) -> None:
+        """Shows the prompt of these `tokens`, and its continuation."""
+        set_seed(seed)
+        inputs = ids.to(self.device)
+        with self.memory():
+            self.model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                streamer=ShownText(self.tokenizer, show),
+            )
+
+
+class ShownText(BaseStreamer):
+    """Shows a text while `generate` gives it the tokens. In the end it is what all tokens decode
+    to: transformers' TextStreamer decodes each line alone, which loses the spaces that some
+    tokenizers have at the beginning of a line.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, show: Show):
+        self.tokenizer = tokenizer
+        self.show = show
+        self.ids: list[int] = []
+        self.shown = 0  # characters
+        self.shown_at = 0.0  # of time.monotonic()
+
+    def put(self, value: Tensor) -> None:
+        self.ids += value.flatten().tolist()
+        if time.monotonic() - self.shown_at > SHOW_EVERY:
+            self.show_up_to(self.text(self.without_open_end()).rstrip("\ufffd"))
+            self.shown_at = time.monotonic()
+
+    def end(self) -> None:
+        self.show_up_to(self.text(self.ids))
+
+    def without_open_end(self) -> list[int]:
+        """The tokens but for bytes at the end, such as <0xE6>, which the next tokens may make a
+        character of, or no text.
+        """
+        tokens = self.tokenizer.convert_ids_to_tokens(self.ids)
+        end = len(tokens)
+        while end and (tokens[end - 1] or "").startswith("<0x"):  # None, where there is no such id
+            end -= 1
+        return self.ids[:end]
+
+    def text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def show_up_to(self, text: str) -> None:
+        if new := text[self.shown :]:
+            self.show(new)
+            self.shown = len(text)

@@ -9,6 +9,7 @@ a position, so its scores are no higher. A better search might recover more.
 """
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError
+from mixer.common.progress import time_reported
 from mixer.evaluation import evaluate, texts
 from mixer.evaluation.config import EvalOptions
 from mixer.evaluation.scoring import choose_device
@@ -70,18 +72,18 @@ def representation(
         for layer in layers:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
             run = first_layers(tested, layer)
-            for outputs, read in READ.items():
-                for window in windows:
+            for (outputs, read), window in itertools.product(READ.items(), windows):
+                with time_reported(f"{window.shape[1]} tokens, outputs of {outputs}"):
                     guess, distance_left = reconstruct(run, embedding[window], read, steps)
-                    row = {
-                        "weights": weights,
-                        "outputs": outputs,
-                        "layer": layer,
-                        "tokens": window.shape[1],
-                        "hamming": hamming_score(guess, window, inverse),
-                        "distance_left": distance_left,
-                    }
-                    rows.append(row)
+                row = {
+                    "weights": weights,
+                    "outputs": outputs,
+                    "layer": layer,
+                    "tokens": window.shape[1],
+                    "hamming": hamming_score(guess, window, inverse),
+                    "distance_left": distance_left,
+                }
+                rows.append(row)
     return evaluate.describe_model(directory, model, tokenizer) | {
         "text": text.name,
         "texts": TEXTS,

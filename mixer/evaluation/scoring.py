@@ -1,4 +1,5 @@
-"""Scores of token streams, window by window, and of pairs of texts, by all processes of a launch.
+"""How a model is scored on token streams: by which processes, in which windows, and whether it is
+causal, as its scores take it to be.
 
 A window is at most `context` tokens long, windows begin `stride` tokens apart, and each counts the
 targets that no earlier one has scored: every token but the first of a stream, once. A stride below
@@ -10,12 +11,9 @@ long ("full", as in lm-evaluation-harness).
 import itertools
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -23,46 +21,11 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError, is_launched
 from mixer.common.hardware import lacks_bf16
-from mixer.data.samples import Batch, PairFile
-from mixer.models.retrieval import MOST_PAIRS, pair_vectors, text_vectors, top1
+from mixer.data.samples import Batch
+from mixer.distributed.world import Process
 
 # Of a causal model's logits, as a share of the largest one: matmuls may sum in another order.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
-
-
-class Process(NamedTuple):
-    """This process of its launch, with its device."""
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Sums over the scored tokens, each (context,). Position p of a window is that of the target
-    which is predicted from p + 1 tokens.
-    """
-
-    nats_by_position: np.ndarray  # float64
-    count_by_position: np.ndarray  # int64
-    right_by_position: np.ndarray  # int64: targets that are the likeliest token
-
-    @property
-    def nats(self) -> float:
-        return float(self.nats_by_position.sum())
-
-    @property
-    def tokens(self) -> int:
-        return int(self.count_by_position.sum())
-
-    def by_position(self, sums: np.ndarray) -> list[float | None]:
-        """Means of one of the sums; None where no target was scored."""
-        counts = self.count_by_position.tolist()
-        return [
-            total / count if count else None
-            for total, count in zip(sums.tolist(), counts, strict=True)
-        ]
 
 
 def choose_device(name: str, dtype: str) -> torch.device:
@@ -143,33 +106,6 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_batches(
-    model: nn.Module, batches: Iterable[Batch], context: int, process: Process
-) -> TokenScores:
-    """Scores the targets of batches (batch, tokens <= context), except those that are -100.
-
-    model: maps input_ids to `.logits` (batch, tokens, vocab), on the device of `process`. The
-    processes share the batches, and each returns the scores of all.
-    """
-    device, rank, world_size = process
-    sums = torch.zeros(3, context, dtype=torch.float64, device=device)  # nats, count, right
-    model.eval()
-    for inputs, targets in itertools.islice(batches, rank, None, world_size):
-        logits = logits_of(model, inputs.to(device))
-        targets = targets.to(device)
-        tokens = targets.shape[1]
-        # -log p of each target in nats; zero where it is not counted
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        sums[0, :tokens] += nats.view_as(targets).double().sum(0)
-        sums[1, :tokens] += (targets != -100).sum(0)
-        sums[2, :tokens] += (logits.argmax(-1) == targets).sum(0)
-    if world_size > 1:
-        torch.distributed.all_reduce(sums)
-    nats, counts, right = sums.cpu().numpy()
-    return TokenScores(nats, counts.astype(np.int64), right.astype(np.int64))
-
-
-@torch.no_grad()
 def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
     """Raises UserError where logits move before the first of several changed tokens.
 
@@ -188,21 +124,3 @@ def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
             f"the model is not causal: changing the tokens from {first} on moved earlier logits by "
             f"{moved:.3g}; give a causal model"
         )
-
-
-def find_partners(
-    model: PreTrainedModel, pairs: PairFile, batch_size: int, process: Process
-) -> dict:
-    """The number of pairs and their `top1`. The processes share the pairs."""
-
-    def embed(*sides: Tensor) -> Tensor:
-        return torch.stack([text_vectors(model, texts) for texts in sides])
-
-    count = min(len(pairs), MOST_PAIRS)
-    vectors, keys = pair_vectors(embed, pairs, count, batch_size, process)
-    if process.world_size > 1:
-        torch.distributed.all_reduce(vectors)
-        torch.distributed.all_reduce(keys)
-    if not vectors.isfinite().all():
-        raise UserError("the vectors are not finite: use --dtype fp32")
-    return {"pairs": count} | top1(*vectors, keys)

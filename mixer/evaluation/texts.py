@@ -15,14 +15,12 @@ from transformers import PreTrainedTokenizerFast
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.data.config import DataConfig
-from mixer.data.samples import TokenFile
+from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
-from mixer.data.tasks import TaskSamples
 from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
 from mixer.evaluation.config import EvalOptions
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
-FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Text:
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
     loses: str = ""  # what the tokenizer loses of it, see tokenizer.loss_of_text
-    task: TaskSamples | None = None  # the streams are its samples, of which the answers are scored
+    samples: Samples | None = None  # the streams are theirs, of which their targets are scored
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -44,12 +42,14 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
     """
     if options.text or options.hub:
         text = documents_of(options, tokenizer)
-    elif isinstance(task := options.source, DataConfig):
-        samples = TaskSamples(task, "validation", window)
+    elif sample_maker := options.sample_maker():
+        objective = sample_maker(window)
+        samples = objective.open_data().validation
         streams = list(samples.batch(range(len(samples)))[0].numpy())
-        return Text(f"held-out samples of the task {task.source}", streams, task=samples)
+        name = f"held-out samples of the task {objective.data.source}"
+        return Text(name, streams, samples=samples)
     else:
-        text = validation_text(as_path(options.source), window, tokenizer)
+        text = validation_text(as_path(options.data_directory), window, tokenizer)
     if options.first_token == "eos":
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")

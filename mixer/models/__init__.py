@@ -5,5 +5,4 @@ shifted_qwen3  a transformer to compare it with, which transformers lacks
 auto           both for transformers' Auto classes, and others that a package may have
 config         the section `model` of a run's configuration
 architecture   a run's model, one of these or any other of transformers, and its parts
-retrieval      text embeddings, for either
 """

@@ -14,9 +14,6 @@ TRANSFORMERS = ("llama", "qwen3", "shifted_qwen3")  # built of options
 ARCHITECTURES = ("masked_mixer", *TRANSFORMERS, "auto")
 CONFIG_REMEDY = "give a config.json of transformers, as in configs/models"
 
-# Among how many texts a text's partner is looked for, where retrieval is measured.
-CANDIDATES = (32, 1024, 8192)
-
 
 @dataclass
 class ModelConfig(MixerOptions):

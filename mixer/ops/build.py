@@ -26,6 +26,7 @@ import torch
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import cache_home, whole_directory
+from mixer.common.progress import time_reported
 
 SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"  # of a wheel, or by `make wheel`
@@ -53,7 +54,8 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
                 what = f"CUDA kernels for compute capability {dotted(capability)}"
                 message = f"mixer: building {what} (once, a minute or a few)"
                 print(message, file=sys.stderr, flush=True)
-                build(stage, sources, nvcc, flags)
+                with time_reported(what):
+                    build(stage, sources, nvcc, flags)
     return path
 
 

@@ -493,10 +493,11 @@ def apart(
         y = kernels(*arguments)
         exact_y = expected(*exact)
         dy = draw(y.shape)
-        results = [y.detach(), *torch.autograd.grad(y, arguments, dy)]
-        exact_results = [exact_y.detach(), *torch.autograd.grad(exact_y, exact, dy.double())]
+        # Of sums, as torch imports its compiler for gradients of anything else: 1.6 s.
+        gradients = torch.autograd.grad((y * dy).sum(), arguments)
+        exact_gradients = torch.autograd.grad((exact_y * dy.double()).sum(), exact)
     names = ["y", *(f"d{name}" for name in shapes)]
-    problem = difference(results, exact_results, names)
+    problem = difference([y.detach(), *gradients], [exact_y.detach(), *exact_gradients], names)
     return f"in {dtype}, {problem}" if problem else None
 
 

@@ -4,8 +4,8 @@ config        all settings of a run
 loop          the run; `Trainer.step` is one step
 start         what it starts with: data, model and optimizer, new or from a checkpoint
 estimate      the memory that it needs, and the banner
-passes        the model with its loss as one module; torch.compile, CUDA graphs, recomputation
+passes        the forward and backward passes; torch.compile, CUDA graphs, recomputation
 optim         which optimizer trains which parameter, the learning rate, clipping, skipped steps
 muon          an optimizer for matrices
-metrics       throughput, validation loss, and the lines of metrics.jsonl, of wandb or TensorBoard
+metrics       throughput, and the lines of metrics.jsonl, of wandb or TensorBoard
 """

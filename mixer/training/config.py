@@ -8,41 +8,33 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from mixer.checkpoints.model_files import existing
-from mixer.common.errors import UserError, processes
+from mixer.common.errors import UserError
 from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
-from mixer.data.config import FILE_SOURCES, DataConfig, unused_options, without_unused
+from mixer.data.config import DataConfig, unused_options, without_unused
 from mixer.models.config import ModelConfig, model_problems, saved_options, with_content
+from mixer.objectives.config import ObjectiveConfig, objective_problems
 
-PAIRED = ("builtin", *FILE_SOURCES, "hub")  # values of data.source that have pairs of texts
+if TYPE_CHECKING:
+    from mixer.objectives.objective import Objective
 
 
 @dataclass
-class TrainConfig:
-    """The loop."""
+class TrainConfig(ObjectiveConfig):
+    """The loop, and what it learns."""
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
     init_from: str = option(
         "",
         "a checkpoint or export whose weights a new run starts from; the options of the model come "
         "from it",
-    )
-    objective: str = option(
-        "language",
-        "language: predict the next token; contrastive: find a text's partner (docs/retrieval.md)",
-        choices=("language", "contrastive"),
-    )
-    temperature: float = option(0.02, "contrastive: divides the cosine similarities", above=0)
-    batch_size: int = option(32, "samples per process and micro-batch", at_least=1, at_most=2**20)
-    gradient_accumulation_steps: int = option(
-        1, "micro-batches per optimizer step", at_least=1, at_most=2**20
     )
     mixed_precision: str = option("no", "autocast type; no: fp32", choices=("no", "fp16", "bf16"))
     max_grad_norm: float = option(1.0, "clip the gradient norm to this; 0: never", at_least=0)
@@ -52,9 +44,6 @@ class TrainConfig:
         choices=("stop", "skip"),
     )
     eval_every: int = option(1000, "steps between evaluations; 0: only at the end", at_least=0)
-    eval_samples: int = option(
-        2048, "samples to score, spread over the validation split; 0: all", at_least=0
-    )
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
@@ -167,13 +156,10 @@ class RunConfig:
         return as_path(self.output_dir) / self.name
 
     @property
-    def is_contrastive(self) -> bool:
-        return self.train.objective == "contrastive"
+    def objective(self) -> "Objective":
+        from mixer.objectives.objective import objective_of  # which takes seconds
 
-    @property
-    def sample_tokens(self) -> int:
-        """Of a row, or of both texts of a pair."""
-        return self.model.max_position_embeddings * (1 + self.is_contrastive)
+        return objective_of(self.train, self.data, self.model.max_position_embeddings)
 
 
 SECTIONS = {item.name: item.type for item in fields(RunConfig) if is_dataclass(item.type)}
@@ -215,7 +201,7 @@ def load_config(
         except UserError as error:
             problems.append(f"model.config: {error}")
     problems += [f"model.{problem}" for problem in model_problems(run.model)]
-    problems = problems or _clashes(run)
+    problems = problems or _clashes(run) or objective_problems(run.train, run.data)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         count = counted(len(problems), "problem")
@@ -337,21 +323,6 @@ def _clashes(run: RunConfig) -> list[str]:
     clashes = []
     if not run.name or "/" in run.name or run.name in (".", ".."):
         clashes.append(f"name = {run.name!r}; allowed: a directory name without slashes")
-    if run.is_contrastive and train.gradient_accumulation_steps > 1:
-        clashes.append(
-            "train.gradient_accumulation_steps above 1 with train.objective = contrastive, where "
-            "micro-batches would not see each other; allowed: 1"
-        )
-    if run.is_contrastive and train.batch_size * processes() == 1:
-        clashes.append(
-            "train.batch_size = 1 with train.objective = contrastive in one process, where a query "
-            "would have no target to tell its own from; allowed: 2 or more"
-        )
-    if run.is_contrastive and data.source not in PAIRED:
-        clashes.append(
-            f"data.source = {data.source!r} with train.objective = contrastive, but a task has no "
-            f"pairs of texts; allowed: {', '.join(PAIRED)}"
-        )
     if data.pair_field and data.pair_field == data.text_field:
         clashes.append(
             f"data.pair_field = {data.pair_field!r} is data.text_field too, so that both texts of "

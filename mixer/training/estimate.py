@@ -52,11 +52,11 @@ def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> fl
     config = model.config
     blocks = len(blocks_of(model))
     number = 4 if run.train.mixed_precision == "no" else 2  # bytes
-    texts = run.train.batch_size * (1 + run.is_contrastive)
-    tokens = texts * run.model.max_position_embeddings
+    context = run.model.max_position_embeddings
+    tokens = run.train.batch_size * run.objective.sample_tokens
 
-    # In fp32 the softmax of the logits and its gradient; vectors of texts have neither.
-    token_bytes = 0 if run.is_contrastive else 2 * 4 * config.vocab_size
+    # In fp32 the softmax of the logits and its gradient.
+    token_bytes = 2 * 4 * config.vocab_size if run.objective.reads_logits else 0
     if run.train.recompute == "block":
         token_bytes += number * blocks * config.hidden_size  # the input of each
         return tokens * token_bytes
@@ -70,20 +70,22 @@ def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> fl
         token_bytes -= number * blocks * config.intermediate_size
     # Plain PyTorch also keeps numbers for each pair of tokens: the weights of a convolution, and of
     # keyed mixing, in each text, its scores and how well tokens match.
+    texts = tokens // context
     pair_bytes = 0
     for layer in model.modules():
         if isinstance(layer, TriangularConv) and not on_gpu:
             pair_bytes += number * layer.heads * (2 * texts if isinstance(layer, KeyedConv) else 1)
-    return tokens * token_bytes + pair_bytes * run.model.max_position_embeddings**2
+    return tokens * token_bytes + pair_bytes * context**2
 
 
 def less_memory(run: RunConfig, device: torch.device) -> str:
     """What to change for a run that needs less memory: all that helps and is not done already."""
     train = run.train
     advice = []
-    if train.batch_size > (2 if run.is_contrastive else 1):
+    compares_samples = run.objective.traits.compares_samples
+    if train.batch_size > (2 if compares_samples else 1):
         lower = "lower train.batch_size"
-        if not run.is_contrastive:
+        if not compares_samples:
             lower += " and raise train.gradient_accumulation_steps by the same factor (the losses "
             lower += "stay the same)"
         advice.append(lower)
@@ -112,6 +114,7 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     device_name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
     steps = run.train.steps
     step_samples = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
+    step_tokens = step_samples * run.objective.sample_tokens
     epochs = steps * step_samples / samples
     begins = "a fresh start"
     if state.resumed:
@@ -124,7 +127,7 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
         f"{device_name}",
-        f"{counted(steps, 'step')} of {counted(step_samples * run.sample_tokens, 'token')}, "
+        f"{counted(steps, 'step')} of {counted(step_tokens, 'token')}, "
         f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
         f"about {memory_gb:.1f} GB of memory; {begins}",
     ]

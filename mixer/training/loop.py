@@ -25,7 +25,7 @@ from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig, TrainConfig, used_configuration
 from mixer.training.estimate import banner, less_memory, needed_gb
-from mixer.training.metrics import Metrics, Timer, as_text, in_json, validate
+from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
 from mixer.training.passes import useful_flops
 from mixer.training.start import State, check_run, open_run_data, start_state
@@ -79,6 +79,7 @@ class Trainer:
         self, run: RunConfig, data: Data, state: State, metrics: Metrics | None, world: World
     ):
         self.run = run
+        self.objective = run.objective
         self.data = data
         self.state = state
         self.metrics = metrics
@@ -106,7 +107,7 @@ class Trainer:
             world,
             self.model,
             data.tokenizer,
-            makes_vectors=run.is_contrastive,
+            self.objective.write_beside,
         )
         self.batches = Batches(
             data.training,
@@ -116,8 +117,8 @@ class Trainer:
             self.counters.samples,
             self.device.type == "cuda",  # pinned memory
         )
-        # Of all processes: as many targets, but in padded rows; of pairs, the tokens of both texts.
-        self.step_tokens = self.batches.step_samples * run.sample_tokens
+        self.step_tokens = self.batches.step_samples * self.objective.sample_tokens
+        self.counts_targets = self.objective.counts_targets(data)
         self.profiles = run.logging.profile and world.is_main
         self.stop = Stop(world)
         self.timer = Timer(self.counters.tokens)
@@ -165,7 +166,7 @@ class Trainer:
         with self.timer.count("waiting"):
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
-        if not (run.is_contrastive or self.data.training.packed):  # count all processes' targets
+        if self.counts_targets:  # of all processes
             rank_targets = sum((targets != -100).sum() for _, targets in micro_batches)
             step_targets = self.world.sum(rank_targets)
 
@@ -251,7 +252,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Writes and shows the loss on the validation split, and links the best checkpoint."""
         step = self.counters.step
-        scores, summary = validate(self.passes.parallel, self.data, self.run, self.world)
+        module = self.accelerator.unwrap_model(self.passes.parallel)  # DDP has nothing to do here
+        scores, summary = self.objective.validate(module.eval(), self.data, self.world)
+        module.train()
         loss = scores["validation_loss"]
         if step == self.run.train.steps and not math.isfinite(loss):
             # Its steps were skipped to the end: the weights are finite, and of no use.
@@ -278,18 +281,21 @@ def profiled(run: RunConfig) -> profile:
 
 
 def closing(run: RunConfig, step: int, stopped: bool) -> str:
-    """A run's last line: what there is, and what can be done with it."""
+    """A run's last lines: what there is, and what can be done with it."""
     if stopped:
         return f"stopped by a signal after step {step}. The same command continues from there"
     candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
     checkpoints = [path for path in candidates if path.is_dir()]
+    commands = [["curves", str(run.directory)]]
     if checkpoints:
-        command = ["mixer", "eval", "--checkpoint", str(checkpoints[0])]
-        if run.is_contrastive:
-            command += ["--pairs", run.data.directory]
-    else:
-        command = ["python", "-m", "mixer.report", str(run.directory)]
-    return f"{run.directory} is done. Next: {shlex.join(command)}"
+        evaluate = ["eval", "--checkpoint", str(checkpoints[0]), *run.objective.eval_arguments()]
+        commands.insert(0, evaluate)
+        if run.objective.writes_text:
+            commands.insert(1, ["generate", "--checkpoint", str(checkpoints[0])])
+    lines = [f"{run.directory} is done. Next:"]
+    lines += [f"  mixer {shlex.join(command)}" for command in commands]
+    lines += ["or the same command with a larger train.steps, to go on"]
+    return "\n".join(lines)
 
 
 def evaluation_due(train: TrainConfig, step: int) -> bool:

@@ -1,5 +1,5 @@
-"""The metrics of a run: how fast it is, its loss on a sample of the validation split, and the lines
-of metrics.jsonl, copied to wandb or TensorBoard if asked for.
+"""The metrics of a run: how fast it is, and the lines of metrics.jsonl, copied to wandb or
+TensorBoard if asked for.
 """
 
 import json
@@ -12,20 +12,13 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
-from torch import nn
 
 from mixer.common.errors import first_line
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
-from mixer.common.terminal import counted
-from mixer.data.config import TASKS
-from mixer.data.prepare import Data
-from mixer.data.samples import to_device
 from mixer.distributed.world import World
-from mixer.models.retrieval import MOST_PAIRS, info_nce, pair_vectors, top1
 from mixer.reporting.text import readable_lines
 from mixer.training.config import RunConfig
 
@@ -69,75 +62,6 @@ class Timer:
         line["peak_memory_gb"] = peak_memory_gb(world.device)
         self._begin(tokens)
         return line
-
-
-def validate(parallel: nn.Module, data: Data, run: RunConfig, world: World) -> tuple[dict, str]:
-    """The entries of metrics.jsonl, and in words what they say beside the loss."""
-    if run.is_contrastive:
-        return _pair_scores(parallel, data, run, world)
-    scores = token_scores(parallel, data, run.train.eval_samples, run.train.batch_size, world)
-    summary = f"{scores['validation_bits_per_byte']:.4f} bits per byte"
-    if run.data.source in TASKS:
-        summary = f"{scores['validation_accuracy']:.2%} right"
-    tokens = data.manifest.splits["validation"].tokens
-    return scores, f"{summary} ({scores['validation_tokens']:,} of {counted(tokens, 'token')})"
-
-
-def _pair_scores(
-    parallel: nn.Module, data: Data, run: RunConfig, world: World
-) -> tuple[dict[str, float], str]:
-    """`validate` of contrastive training."""
-    pairs = data.validation
-    count = min(len(pairs), run.train.eval_samples or MOST_PAIRS, MOST_PAIRS)
-    model = world.accelerator.unwrap_model(parallel).eval()  # it gives vectors
-    share_of_process = (world.device, world.rank, world.size)
-    vectors, keys = pair_vectors(model, pairs, count, run.train.batch_size, share_of_process)
-    vectors = world.sum(vectors)
-    keys = world.sum(keys)
-    model.train()
-    loss = info_nce(*vectors, keys, 0, run.train.temperature).mean().item()
-    shares = top1(*vectors, keys)
-    listed = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items()]
-    listed.append(f"{count:,} of {counted(len(pairs), 'pair')}")
-    return {"validation_loss": loss, "validation_pairs": count} | shares, ", ".join(listed)
-
-
-@torch.no_grad()
-def token_scores(
-    parallel: nn.Module, data: Data, samples: int, batch_size: int, world: World
-) -> dict[str, float]:
-    """What a line of metrics has of `samples` samples spread evenly over the validation split, 0
-    for all: mean nats per target token, bits per byte of their text, the share of targets that are
-    the likeliest token, and the number of targets. The processes share the samples.
-    """
-    validation = data.validation
-    samples = min(len(validation), samples or len(validation))
-    # nats, right ones, targets, bytes
-    totals = torch.zeros(4, dtype=torch.float64, device=world.device)
-    model = world.accelerator.unwrap_model(parallel)  # DDP has nothing to synchronise here
-    model.eval()
-    step = batch_size * world.size
-    for start in range(0, samples, step):
-        numbers = range(start, min(start + step, samples))[world.rank :: world.size]
-        # Every batch is filled up to one shape, as torch.compile would compile another one anew.
-        # A process without samples computes a batch too, as sharded weights need all processes.
-        filled = [*numbers, *[0] * (batch_size - len(numbers))]
-        batch = validation.batch(np.array(filled) * len(validation) // samples)
-        inputs, targets = (tensor[: len(numbers)] for tensor in batch)
-        scored = targets[targets != -100]
-        nats, right = model(*to_device(batch, world.device))
-        totals[0] += nats[: len(numbers)].sum(dtype=torch.float64)
-        totals[1] += right[: len(numbers)].sum()
-        totals[2] += len(scored)
-        totals[3] += data.text_bytes.count(scored.numpy(), inputs[targets != -100].numpy())
-    model.train()
-    nats, right, count, size = world.sum(totals).tolist()
-    return {
-        "validation_loss": nats / count,
-        "validation_bits_per_byte": nats / math.log(2) / max(size, 1),
-        "validation_accuracy": right / count,
-        "validation_tokens": int(count),
-    }
 
 
 class Metrics:

@@ -1,10 +1,9 @@
-"""What a step computes: the model with its loss as one module, which parts are compiled, and its
-forward and backward passes, which a GPU may replay as a CUDA graph.
+"""What a step computes: which parts of the model and its loss are compiled, and their forward and
+backward passes, which a GPU may replay as a CUDA graph.
 """
 
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_gather
 from transformers import PreTrainedModel
 
 import mixer.ops
@@ -22,101 +20,22 @@ from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, final_norm, flops_per_token
-from mixer.models.retrieval import info_nce, pair_keys, text_vectors
+from mixer.objectives.objective import Group, Loss
 from mixer.training.config import RunConfig
 
 HOPPER = (9, 0)  # compute capability
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
 
-Group = dist.ProcessGroup | None  # None for one process
 
-
-def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of each target in nats, fp32; 0 where the target is -100.
-
-    logits: (batch, tokens, vocab); targets: (batch, tokens) int64. Returns (batch, tokens).
-    """
-    if torch.compiler.is_compiling() and logits.is_cuda:
-        return short_token_nats(logits, targets)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return nats.view_as(targets)
-
-
-def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """`token_nats` in fewer operations, only for compiled code, where they become few kernels.
-
-    A power of two is one instruction of a GPU, an exponential nine. And the largest logit of a row
-    is found before the sum begins: the compiler's softmax goes on with both at once, by two
-    exponentials for each logit.
-    """
-    logits = logits.float()
-    largest = logits.detach().amax(-1, keepdim=True)
-    sums = torch.exp2((logits - largest) * (1 / math.log(2))).sum(-1)
-    classes = torch.arange(logits.shape[-1], device=logits.device)
-    chosen = torch.where(classes == targets[..., None], logits, 0).sum(-1)
-    # in brackets: the difference of two large logits is exact, or nearly so
-    return torch.where(targets == -100, 0, sums.log() + (largest[..., 0] - chosen))
-
-
-class Objective(nn.Module):
-    """Inputs and targets, each (batch, tokens) int64, -> the nats of each target, (batch, tokens)
-    fp32; 0 where the target is -100. In eval mode also whether the target is the likeliest token,
-    (batch, tokens) bool; False where the target is -100.
-
-    The logits stay inside the module. When it is compiled, they are kept in the autocast type, and
-    converted to fp32 where the loss sums over them.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return self.score(self.model(inputs, use_cache=False).logits, targets)
-
-    def score(self, logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        nats = token_nats(logits, targets)
-        return nats if self.training else (nats, logits.argmax(-1) == targets)
-
-
-class Contrastive(Objective):
-    """Queries and targets, (batch, tokens) int64 each with -100 behind the end of a text, -> the
-    InfoNCE of each query among the targets of all processes, (batch,) fp32 nats, times the tokens
-    of a pair, because the loop divides by tokens. In eval mode -> their vectors (2, batch, hidden).
-    """
-
-    def __init__(self, model: PreTrainedModel, temperature: float, processes: Group = None):
-        super().__init__(model)
-        self.temperature = temperature
-        self.processes = processes
-        if not model.config.tie_word_embeddings:  # without a gradient, for which DDP would wait
-            model.get_output_embeddings().requires_grad_(False)
-
-    def forward(self, queries: Tensor, targets: Tensor) -> Tensor:
-        tokens = 2 * queries.shape[1]  # of a pair
-        keys = pair_keys(queries, targets)
-        queries, targets = text_vectors(self.model, torch.cat([queries, targets])).chunk(2)
-        if not self.training:
-            return torch.stack([queries, targets])
-        first = 0  # target of this process
-        if self.processes is not None:  # targets get gradients from the losses of all processes
-            first = len(queries) * dist.get_rank(self.processes)
-            targets = torch.cat(all_gather(targets, self.processes))
-            keys = torch.cat(all_gather(keys, self.processes), 1)
-        return tokens * info_nce(queries, targets, keys, first, self.temperature)
-
-
-def build_objective(model: PreTrainedModel, run: RunConfig, processes: Group = None) -> Objective:
-    """What a run trains; `processes` train it together."""
+def build_loss(model: PreTrainedModel, run: RunConfig, group: Group = None) -> Loss:
+    """What a run trains; the processes of `group` train it together."""
     set_recompute(model, run.train.recompute)
-    if run.is_contrastive:
-        return Contrastive(model, run.train.temperature, processes)
-    return Objective(model)
+    return run.objective.loss(model, group)
 
 
 def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
     """Of a training step per token; without an output layer where nothing reads its logits."""
-    unread = model.get_output_embeddings().weight.numel() * run.is_contrastive
+    unread = model.get_output_embeddings().weight.numel() * (not run.objective.reads_logits)
     flops = flops_per_token(model, run.model.max_position_embeddings)
     return flops["useful"] - 6.0 * unread
 
@@ -134,8 +53,8 @@ def obstacle_to_graph(run: RunConfig, world: World) -> str:
         return "micro-batches are accumulated"
     if train.recompute == "block":
         return "recomputed blocks cannot be recorded"
-    if train.objective == "contrastive" and world.size > 1:
-        return "the processes exchange vectors in the middle"
+    if run.objective.traits.compares_samples and world.size > 1:
+        return "the loss compares samples of several processes"
     if train.cuda_graphs == "auto" and torch.cuda.get_device_capability(world.device) < HOPPER:
         # and DDP sums gradients beside the backward pass, over slower links too
         return "this GPU computes for longer than the CPU needs to launch it"
@@ -144,13 +63,11 @@ def obstacle_to_graph(run: RunConfig, world: World) -> str:
     return ""
 
 
-def compile_objective(
-    objective: Objective, run: RunConfig, shape: tuple[int, int], world: World
-) -> bool:
-    """Compiles the objective's parts in place, with a first pass on `shape`, (batch, tokens).
-    Returns whether they are compiled.
+def compile_loss(loss: Loss, run: RunConfig, shape: tuple[int, int], world: World) -> bool:
+    """Compiles the parts of the model and its loss in place, with a first pass on `shape`, (batch,
+    tokens). Returns whether they are compiled.
 
-    Call this before DDP or FSDP wrap the objective; with FSDP the first pass comes after that. One
+    Call this before DDP or FSDP wrap the loss; with FSDP the first pass comes after that. One
     block is compiled for all of them, and DDP gets a block's gradients as soon as the backward pass
     of that block ends. Compiled functions replace methods, so that parameters keep their names.
     Where compiling fails on a process, all go on without it.
@@ -161,7 +78,7 @@ def compile_objective(
     torch._dynamo.reset()  # what an earlier run of this process has compiled
     began = time.perf_counter()
     failure = ""
-    methods = compiled_parts(objective)
+    methods = compiled_parts(loss)
     for module, name in methods:
         setattr(module, name, compiled(getattr(module, name)))
     try:
@@ -170,11 +87,11 @@ def compile_objective(
             compiled(F.gelu)(tokens.float())
         else:
             with world.accelerator.autocast():
-                nats = objective(tokens, tokens.clone())
+                nats = loss(tokens, tokens.clone())
             nats.sum().backward()
     except Exception as error:  # if it is not the compiler's, the run will meet it again
         failure = first_line(error)
-    objective.zero_grad(set_to_none=True)  # the first step would add up what a pass left
+    loss.zero_grad(set_to_none=True)  # the first step would add up what a pass left
     failures = [message for message in world.gather(failure) if message]
     if failures:
         for module, name in methods:
@@ -192,14 +109,15 @@ def compile_objective(
     return True
 
 
-def compiled_parts(objective: Objective) -> list[tuple[nn.Module, str]]:
+def compiled_parts(loss: Loss) -> list[tuple[nn.Module, str]]:
     """The methods to compile, as (module, name of the method): each block's, the final norm's, and
-    the loss.
+    the loss's own.
     """
-    modules = blocks_of(objective.model)
-    if norm := final_norm(objective.model):
+    modules = blocks_of(loss.model)
+    if norm := final_norm(loss.model):
         modules = [*modules, norm]
-    return [*((module, "forward") for module in modules), (objective, "score")]
+    own_methods = [(loss, name) for name in loss.compiled_methods]
+    return [(module, "forward") for module in modules] + own_methods
 
 
 def compiled(function: Callable) -> Callable:
@@ -255,7 +173,7 @@ class Passes:
         """Adds the gradients of `factor` times the sum of the batches' losses. Returns the sum of
         this process's losses, fp32.
 
-        batches: micro-batches of inputs and targets, (batch, tokens) int64 each.
+        batches: micro-batches of two tensors, (batch, tokens) int64 each.
         """
         if self.graph is None:
             return self._run(batches, factor)

@@ -15,18 +15,16 @@ from mixer.checkpoints.settings import changed_settings, in_words, recorded_sett
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
 from mixer.common.hardware import check_precision
-from mixer.common.terminal import counted
-from mixer.data.prepare import Data, open_data
+from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
 from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, check_causal, model_config, new_model
-from mixer.models.retrieval import pair_keys
 from mixer.training.config import RunConfig, used_configuration
 from mixer.training.optim import build_optimizer, jump_of_rate
 from mixer.training.passes import (
     Passes,
-    build_objective,
-    compile_objective,
+    build_loss,
+    compile_loss,
     compiled,
     obstacle_to_graph,
 )
@@ -94,29 +92,9 @@ def open_run_data(run: RunConfig, world: World) -> Data:
     """The run's data, prepared at first: by one process of each host, while the others wait for its
     lock. Raises UserError for data that the run cannot be trained on.
     """
-    context = run.model.max_position_embeddings
-    data = open_data(run.data, context, run.is_contrastive, world.say)
+    data = run.objective.open_data(world.say)
     world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
-    if run.is_contrastive:
-        check_pairs(data, run.data.directory)
     return data
-
-
-def check_pairs(data: Data, directory: str) -> None:
-    """Raises UserError where contrastive training would have nothing to tell apart: all queries or
-    all targets of a split, or of many pairs spread over it, are one text.
-    """
-    for split, pairs in (("train", data.training), ("validation", data.validation)):
-        count = min(len(pairs), 1024)
-        batch = pairs.batch([number * len(pairs) // count for number in range(count)])
-        for side, keys in zip(("query", "target"), pair_keys(*batch), strict=True):
-            if (keys == keys[0]).all():
-                raise UserError(
-                    f"the {split} split of {directory} has one {side} in "
-                    f"{counted(count, 'pair')}, and a loss of 0; allowed: two different ones or "
-                    "more. Give a text with others, or another data.validation_fraction, and "
-                    "another data.directory"
-                )
 
 
 def start_state(run: RunConfig, data: Data, world: World) -> State:
@@ -194,37 +172,37 @@ def parallelize(
     """
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     processes = dist.group.WORLD if world.size > 1 else None
-    objective = build_objective(model, run, processes).train()
+    loss = build_loss(model, run, processes).train()
     if not world.is_sharded:
-        objective.to(world.device)
+        loss.to(world.device)
     if run.model.architecture == "auto" and model.device.type != "meta":
         check_causal(model)
-    is_compiled = compile_objective(objective, run, shape, world)
+    is_compiled = compile_loss(loss, run, shape, world)
     if world.is_sharded:
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
         if embedding.weight is head.weight:
-            shard(objective, blocks_of(model), [embedding, head], world)
+            shard(loss, blocks_of(model), [embedding, head], world)
         else:
-            shard(objective, [*blocks_of(model), embedding], [head], world)
+            shard(loss, [*blocks_of(model), embedding], [head], world)
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     prepare = world.accelerator.prepare
     if is_compiled and not obstacle_to_graph(run, world):
         if world.size > 1:
             # DDP would do it, too: hosts with other CPUs draw other initial weights.
-            for tensor in objective.state_dict().values():
+            for tensor in loss.state_dict().values():
                 dist.broadcast(tensor, 0)
         # in autocast, but not in DDP
-        parallel = world.accelerator.prepare_model(objective, evaluation_mode=True)
+        parallel = world.accelerator.prepare_model(loss, evaluation_mode=True)
         passes = Passes(parallel, world)
         passes.record(shape)
         return passes, prepare(optimizer)
     if world.is_sharded:
-        parallel = objective
+        parallel = loss
         optimizer = world.accelerator.prepare_optimizer(optimizer)
     else:  # DDP, and autocast
-        parallel, optimizer = prepare(objective, optimizer)
+        parallel, optimizer = prepare(loss, optimizer)
     if world.size > 1:
         # DDP sums gradients bucket by bucket, and lays the buckets out anew after its first
         # backward pass. With three or more processes another layout means another order of summing.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from runs import read_lines, read_timeless
 
-from mixer.checkpoints import checkpoint
+from mixer.checkpoints import writer
 from mixer.checkpoints.checkpoint import (
     LISTING,
     OPTIMIZER,
@@ -110,7 +110,7 @@ def die_at_a_change() -> None:
 
     for name in ("rename", "replace", "fsync", "mkdir", "rmdir", "symlink"):
         setattr(os, name, counted(getattr(os, name)))
-    checkpoint.save_file = counted(checkpoint.save_file)
+    writer.save_file = counted(writer.save_file)
 
 
 def test_a_full_disk_ends_the_run_and_with_space_it_goes_on_exactly(
@@ -180,13 +180,13 @@ def test_a_run_goes_on_without_what_a_file_system_lacks_and_says_so_once(
 
 def slow_disk() -> None:
     """Writing a checkpoint's two large files takes 1.2 s longer."""
-    real = checkpoint.save_file
+    real = writer.save_file
 
     def slowly(*arguments, **options):
         time.sleep(0.6)
         real(*arguments, **options)
 
-    checkpoint.save_file = slowly
+    writer.save_file = slowly
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(write_config, launch, tmp_path):
@@ -206,7 +206,7 @@ def fail_in_the_thread() -> None:
     def failing(*arguments):
         raise ValueError("made to fail")
 
-    checkpoint.save_file = failing
+    writer.save_file = failing
 
 
 def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import change_config, evaluate, list_files, save_checkpoint
+from checkpoints import change_config, continuations, evaluate, list_files, save_checkpoint
 from runs import refusal
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +19,6 @@ from mixer.checkpoints.checkpoint import LISTING, OPTIMIZER
 from mixer.checkpoints.export import export
 from mixer.checkpoints.pretrained import load_checkpoint, load_masked_mixer
 from mixer.common.errors import UserError
-from mixer.evaluation.generate import continuations
 
 CPU = torch.device("cpu")
 

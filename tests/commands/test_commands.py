@@ -84,6 +84,7 @@ MISTAKES = [
     ("train train.stepz=1", "unknown key train.stepz"),
     ("train --config configs/none.yaml", "no configuration file configs/none.yaml"),
     ("train data.source=text data.path=none data.directory=none", "'none' does not exist"),
+    ("train train.objective=contrastive data.source=copy", "which does not learn from it; allowed"),
     ("train train.init_from=none", "checkpoint none: there is no such directory"),
     ("train output_dir=README.md", "README.md is not a directory"),
     ("eval --checkpoint none", "checkpoint none: there is no such directory"),

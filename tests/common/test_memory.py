@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from checkpoints import continuations
 
 from mixer import MaskedMixerForCausalLM
 from mixer.common.errors import UserError
 from mixer.common.hardware import is_out_of_memory
 from mixer.evaluation.config import EvalOptions
 from mixer.evaluation.evaluate import evaluate_checkpoint
-from mixer.evaluation.generate import continuations
 from mixer.training.config import load_config
 from mixer.training.loop import train
 

@@ -320,7 +320,7 @@ def test_while_runs_train_their_last_lines_are_printed(monkeypatch, tmp_path, ca
     def report(connection, run, log, text):
         for step in (1, 2):
             log.write_text(f"step {step}\n")
-            time.sleep(0.5)
+            time.sleep(0.6)
         connection.send("out of memory")
 
     def job():
@@ -332,6 +332,12 @@ def test_while_runs_train_their_last_lines_are_printed(monkeypatch, tmp_path, ca
         study.Study(tmp_path / "results", {}, "command", "").work([job()])
     started = f"a: started; its output is in {tmp_path / 'results-runs' / 'a.txt'}"
     assert capsys.readouterr().out.splitlines() == [started, "a: step 1", "a: step 2"]
+    # A run that has printed nothing for long is said to be at the same line.
+    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.3)
+    with pytest.raises(UserError):
+        study.Study(tmp_path / "others", {}, "command", "").work([job()])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index("a: step 1 (0 s ago)") < lines.index("a: step 2")
 
 
 def test_gpus_that_are_named_are_not_counted_which_may_take_cuda_from_forks(monkeypatch):

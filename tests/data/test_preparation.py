@@ -182,7 +182,7 @@ def test_the_same_settings_give_the_same_files_and_are_skipped(tmp_path):
 
 def test_no_part_of_a_long_preparation_is_silent(tmp_path, monkeypatch):
     """Also where all of the text is one document."""
-    monkeypatch.setattr(preparation, "REPORT_SECONDS", 0.001)
+    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.001)
     monkeypatch.setattr(preparation.tokenizing.pieces, "__defaults__", (10_000,))
     lines, config = [], config_of(tmp_path, ["\n".join(made_texts(500))], workers=2)
     prepare(config, lines.append)

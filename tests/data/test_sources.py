@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -265,8 +266,10 @@ def test_rows_are_not_taken_for_one_document(tmp_path, name, kind):
     config = DataConfig(source="text", path=str(tmp_path))
     assert sorted(documents_of(config)) == ["one", "{}"]
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UserError, match=f"{name} has a document in each row.*source={kind}"):
+    with pytest.raises(UserError, match=f"{name} has a document in each row.*={kind}") as error:
         documents_of(config)
+    (suggested,) = re.findall(r"such as data.path='(.*)'$", str(error.value))
+    assert documents_of(dataclasses.replace(config, path=suggested)) == ["one"]
 
 
 # --- other sources -----------------------------------------------------------

@@ -18,8 +18,9 @@ from mixer.common.errors import UserError
 from mixer.common.files import note_of
 from mixer.data.config import Manifest, fingerprint
 from mixer.data.prepare import prepare
-from mixer.data.samples import PairFile, SampleOrder, TokenFile
+from mixer.data.samples import SampleOrder, TokenFile
 from mixer.data.tokenizer import load_tokenizer, train_tokenizer
+from mixer.objectives.retrieval import PairFile
 
 TOKENS = 10_000_000_000  # of a sparse file, which takes no space
 

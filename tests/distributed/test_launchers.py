@@ -1,10 +1,16 @@
 """accelerate's launcher on a CPU, and environments that name a rank without any launcher."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from launching import ROOT
 from runs import refusal
 
 OWN_FILE = """
@@ -27,6 +33,9 @@ def test_several_processes_of_accelerate_on_a_cpu_are_refused(launch, write_conf
     ranks = launch("--config", write_config(), environment=dict(made))
     assert ranks.wait() == [2] and not (tmp_path / "runs").exists()
     assert "error: accelerate launch was asked for several processes" in ranks.output
+    # And is told of what the manual has, whose processes test_train starts.
+    program = "torchrun --nproc_per_node=2 train.py"
+    assert program in ranks.output and program in (ROOT / "docs/training.md").read_text()
 
 
 COMPLETE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
@@ -45,7 +54,7 @@ COMPLETE |= {"MASTER_PORT": "1"}
     ids=str,
 )
 def test_a_rank_without_a_launcher_is_refused_by_name(launch, program, environment):
-    arguments = ("--checkpoint", "none") if program == "eval" else ()
+    arguments = ("--checkpoint", ".") if program == "eval" else ()
     ranks = launch(*arguments, program=program, environment=environment)
     assert ranks.wait() == [2]
     (line,) = ranks.output.splitlines()
@@ -76,3 +85,59 @@ def test_what_a_variable_of_accelerate_asks_for_in_vain_is_refused_by_name(
     monkeypatch.setenv(variable, value)
     assert "accelerate cannot start" in (said := refusal(write_config()))
     assert f"{variable}={value}" in said and not (tmp_path / "runs").exists()
+
+
+RANK = """
+import time
+from mixer.distributed.launcher import follow_launcher
+follow_launcher()
+print("ready", flush=True)
+time.sleep(60)
+"""
+# Starts a rank, says its number when it is ready, and waits to be killed.
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+rank.wait()
+"""
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "ends"),
+    [
+        ({}, False),
+        (TORCHRUN, False),  # of a shell inside of a job: it has started nothing here
+        (TORCHRUN | COMPLETE | {"LOCAL_WORLD_SIZE": "2"}, True),
+        ({"ACCELERATE_DYNAMO_BACKEND": "no"}, True),
+    ],
+    ids=str,
+)
+def test_a_rank_ends_with_the_launcher_that_started_it_and_with_no_other(environment, ends):
+    names = ("ACCELERATE_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK],
+        env=inherited | environment,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + (10 if ends else 0.5)
+    while is_running(rank) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_running(rank) != ends
+    if not ends:
+        os.kill(rank, signal.SIGKILL)
+
+
+def is_running(process: int) -> bool:
+    """One that has ended, but that nobody has asked how, does not run."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -123,15 +123,15 @@ def test_a_launch_that_cannot_train_so_is_refused_before_anything_is_written(
 
 
 def main_process_late() -> None:
-    from mixer.training import start
+    from mixer.training import loop
 
-    real = start.open_data
+    real = loop.open_run_data
 
     def late(*arguments):
         time.sleep(3 if os.environ["RANK"] == "0" else 0)
         return real(*arguments)
 
-    start.open_data = late
+    loop.open_run_data = late
 
 
 def test_whichever_process_prepares_the_data_says_how_far_it_is(write_config, launch, tmp_path):

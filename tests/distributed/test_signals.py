@@ -173,16 +173,16 @@ def test_the_processes_of_a_launcher_that_is_ended_save_and_end(
 
 
 def second_process_fails() -> None:
-    from mixer.training import passes
+    from mixer.objectives import language
 
-    real, calls = passes.token_nats, itertools.count()
+    real, calls = language.token_nats, itertools.count()
 
     def token_nats(*arguments):
         if os.environ["RANK"] == "1" and next(calls) > 5:
             raise RuntimeError("a fault of process one alone")
         return real(*arguments)
 
-    passes.token_nats = token_nats
+    language.token_nats = token_nats
 
 
 def test_a_process_that_fails_ends_the_others_and_its_error_is_the_one_shown(write_config, launch):

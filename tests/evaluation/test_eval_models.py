@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONTEXT, change_config, documents, evaluate, save_checkpoint
+from checkpoints import CONTEXT, change_config, continuations, documents, evaluate, save_checkpoint
 from datasets import Dataset
 from tokenizers import normalizers
 from transformers import (
@@ -27,7 +27,6 @@ from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError
 from mixer.data.tokenizer import train_tokenizer
 from mixer.evaluation.evaluate import evaluation_report
-from mixer.evaluation.generate import continuations
 from mixer.evaluation.scoring import check_causality
 
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ message.
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import WORDS, evaluate, list_files
+from checkpoints import WORDS, continuations, evaluate, list_files
 from launching import run_python
 from markdown import rows
 from pictures import assert_png
@@ -24,13 +25,14 @@ from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
+from mixer.distributed.world import Process
 from mixer.evaluation.evaluate import write_evaluation
-from mixer.evaluation.generate import continuations
-from mixer.evaluation.scoring import evaluate_batches, window_batches
+from mixer.evaluation.scoring import window_batches
 from mixer.evaluation.texts import validation_text
+from mixer.objectives.language import TokenLoss, score_tokens
 
 CONTEXT = 12
-ALONE = (torch.device("cpu"), 0, 1)
+ALONE = Process(torch.device("cpu"))
 
 
 def tiny_model(vocab_size=23, context=CONTEXT, **options):
@@ -72,7 +74,7 @@ def test_perplexity_is_the_one_computed_by_hand(length, stride, last_window):
     model = tiny_model().double()
     tokens = np.random.default_rng(length).integers(0, 23, length)
     batches = window_batches([tokens], CONTEXT, stride or CONTEXT, 3, last_window)
-    scores = evaluate_batches(model, batches, CONTEXT, ALONE)
+    scores = score_tokens(TokenLoss(model).eval(), batches, CONTEXT, ALONE)
     expected = by_hand(model, tokens, CONTEXT, stride or CONTEXT, last_window)
     assert scores.tokens == length - 1
     assert scores.nats == pytest.approx(sum(nats for *_, nats in expected), rel=1e-12)
@@ -153,6 +155,18 @@ def test_what_is_asked_for_computes_and_gives_nearly_the_same_loss(run, options,
     assert (result["loss"] != expected["loss"]) == ("dtype" in options)
 
 
+def test_of_a_long_text_it_is_said_how_much_is_scored(run, monkeypatch, capsys):
+    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.001)
+    tokens = evaluate(run / "demo/step-7", batch_size=1)["tokens_scored"]
+    said = capsys.readouterr().err
+    amounts = re.findall(rf"scoring validation split .*: ([\d,]+) of {tokens:,} tokens, 0 s", said)
+    scored = [int(amount.replace(",", "")) for amount in amounts]
+    assert scored == sorted(scored) and 0 < scored[-1] <= tokens and len(set(scored)) > 2
+    monkeypatch.undo()
+    evaluate(run / "demo/step-7")
+    assert not capsys.readouterr().err
+
+
 def test_eval_py_prints_a_table_and_writes_three_files(run, tmp_path):
     checkpoint = run / "demo" / "step-7"
     options = ["--checkpoint", checkpoint, checkpoint, "--device", "cpu", "--max-tokens", 300]
@@ -188,7 +202,7 @@ def test_weights_by_lag_are_scored_and_write_past_the_trained_context(run, tmp_p
     assert_png(tmp_path / "report" / "loss_by_position.png")
     tokens = validation_text(run / "data", 96, tokenizer).streams
     batches = window_batches(tokens, 96, 96, 16, "short")
-    scores = evaluate_batches(model, batches, 96, ALONE)
+    scores = score_tokens(TokenLoss(model).eval(), batches, 96, ALONE)
     nats, counts = scores.nats_by_position, scores.count_by_position
     means = [nats[part].sum() / counts[part].sum() for part in (slice(16, 32), slice(32, None))]
     last = [row[-2:] for row in rows((tmp_path / "report" / "report.md").read_text())]

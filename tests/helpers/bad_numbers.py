@@ -4,7 +4,8 @@ trains, before it does.
 
 import torch
 
-from mixer.training import loop, passes
+from mixer.objectives import language
+from mixer.training import loop
 from mixer.training.optim import ChainedOptimizer
 
 
@@ -23,9 +24,9 @@ def scaled_in_fp32(init_scale: float = 2.0**127) -> None:
         ]
         return accelerator
 
-    real_nats = passes.token_nats
+    real_nats = language.token_nats
     loop.build_accelerator = build
-    passes.token_nats = lambda *arguments: 256 * real_nats(*arguments)
+    language.token_nats = lambda *arguments: 256 * real_nats(*arguments)
 
 
 def plant(target: str, step: int, bad: float) -> None:
@@ -33,7 +34,7 @@ def plant(target: str, step: int, bad: float) -> None:
     of a "gradient" that the guard has seen before, or have it as "loss".
     """
     real_step = ChainedOptimizer.step
-    real_nats = passes.token_nats
+    real_nats = language.token_nats
     steps_done = 0
 
     def planted_step(optimizer, closure=None):
@@ -53,5 +54,5 @@ def plant(target: str, step: int, bad: float) -> None:
         is_bad = target == "loss" and torch.is_grad_enabled() and steps_done == step - 1
         return real_nats(logits, targets) * (bad if is_bad else 1.0)
 
-    passes.token_nats = planted_nats
+    language.token_nats = planted_nats
     ChainedOptimizer.step = planted_step

@@ -13,6 +13,7 @@ from mixer.checkpoints.checkpoint import LISTING, complete
 from mixer.data.tokenizer import train_tokenizer
 from mixer.evaluation.config import EvalOptions
 from mixer.evaluation.evaluate import evaluate_checkpoint
+from mixer.evaluation.generate import Sampling, Writer
 
 WORDS = "the mixer reads each token once and never looks ahead — naïve café, 日本 text too".split()
 CONTEXT = 32
@@ -56,6 +57,19 @@ def save_checkpoint(directory, model_type: str) -> None:
 def evaluate(checkpoint: str | Path, **options) -> dict:
     """The numbers of eval.py, on the CPU."""
     return evaluate_checkpoint(EvalOptions(str(checkpoint), device="cpu", **options))
+
+
+def continuations(
+    checkpoint: Path, prompts: list[str], new_tokens: int, temperature: float, seed: int
+) -> list[str]:
+    """What `mixer generate` shows for each prompt."""
+    writer = Writer(checkpoint, Sampling(new_tokens, temperature, 50, 1.0, seed))
+    texts = []
+    for row in [writer.tokens(prompt) for prompt in prompts]:
+        parts = []
+        writer.write(row, parts.append, seed)
+        texts.append("".join(parts))
+    return texts
 
 
 def list_files(checkpoint: Path) -> None:

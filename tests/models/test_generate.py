@@ -3,9 +3,15 @@ however it is asked.
 """
 
 import copy
+import io
+import os
+import pty
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import continuations
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, prompts, small_model, tokens
 from texts import save_tokenizer
 from torch.nn.functional import cross_entropy
@@ -23,10 +29,10 @@ from transformers import (
 from mixer.commands.generate import main
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.tasks import open_task
 from mixer.data.tokenizer import existing_tokenizer, text_encoder, train_tokenizer
-from mixer.evaluation.generate import continuations
+from mixer.evaluation.generate import ShownText
 from mixer.models.masked_mixer.cache import MixingCache
+from mixer.objectives.tasks import open_task
 
 VARIANTS = MIXINGS | {"tied-norm": {"tie_word_embeddings": True, "final_norm": True}}
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
@@ -310,14 +316,80 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, ca
     with pytest.raises(UserError, match="the prompt has .* context of .* is 64: ask for fewer"):
         write("def read(self, size): " * 20)
     for prompt, temperature, seed, words in (
-        ("def", -1.0, 0, "--temperature -1 --seed 0; allowed, in this order: 1 or more, 0"),
+        ("def", -1.0, 0, "--temperature -1.0; allowed: 0 or more"),
         ("def", float("nan"), 0, "--temperature nan"),
         ("def", float("inf"), 0, "--temperature inf"),
         ("a\udcff", 0.0, 0, r"a prompt is 'a\\udcff'; allowed: a token"),
-        ("def", 0.0, -1, "--seed -1; allowed, .*0 to"),
+        ("def", 0.0, -1, "--seed -1; allowed: 0 to"),
     ):
         with pytest.raises(UserError, match=words):
             write(prompt, temperature=temperature, seed=seed)
+
+
+@pytest.fixture
+def checkpoint(tokenizer, tmp_path) -> Path:
+    model = lively_model(vocab_size=300, max_position_embeddings=64)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_one_token_to_choose_from_is_greedy_and_what_can_choose_none_is_refused(checkpoint, capsys):
+    def write(*options: str) -> str:
+        main(["--checkpoint", str(checkpoint), "--new-tokens", "9", *options, "--prompt", "def"])
+        return capsys.readouterr().out
+
+    greedy = write("--temperature", "0")
+    hot = ("--temperature", "50", "--seed", "1")
+    assert write(*hot) != greedy
+    assert write(*hot, "--top-k", "0") != write(*hot)  # 50 of 300
+    assert write(*hot, "--top-k", "1") == write(*hot, "--top-p", "1e-9") == greedy
+    for option, value in (("top-p", "0"), ("top-p", "1.5"), ("top-p", "nan"), ("top-k", "-1")):
+        with pytest.raises(UserError, match=f"--{option} {value}.*; allowed: "):
+            write(f"--{option}", value)
+
+
+@pytest.mark.parametrize("source", ["plain", "Llama 2"])
+def test_a_text_is_shown_while_it_is_written_and_in_the_end_all_of_it(
+    tmp_path, monkeypatch, source
+):
+    """With the space at the beginning of a line that transformers' TextStreamer loses."""
+    monkeypatch.setattr("mixer.evaluation.generate.SHOW_EVERY", -1.0)
+    tokenizer = existing_tokenizer(save_tokenizer(tmp_path, source))
+    text = " ab naïve 日本\n cab\n\n  bed 🙂."
+
+    def shown_parts(ids: torch.Tensor) -> list[str]:
+        parts = []
+        shown = ShownText(tokenizer, parts.append)
+        shown.put(ids[None, :5])
+        for token in ids[5:]:
+            shown.put(token[None])
+        shown.end()
+        return parts
+
+    parts = shown_parts(torch.from_numpy(text_encoder(tokenizer)(text).astype("int64")))
+    assert "".join(parts).lstrip() == text.lstrip() and len(parts) > 10
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):  # also what is no text
+        ids = torch.randint(len(tokenizer), (20,), generator=generator)
+        assert "".join(shown_parts(ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_in_a_terminal_each_line_that_is_typed_is_continued(checkpoint, monkeypatch, capsys):
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr(sys, "stdin", open(theirs, encoding="utf-8"))
+    os.write(ours, f"def\n\n{'class ' * 90}\ndef\n\x04".encode())
+    main(["--checkpoint", str(checkpoint), "--new-tokens", "9", "--seed", "4294967294"])
+    written, said = capsys.readouterr()
+    alone = [
+        continuations(checkpoint, ["def"], 9, 0.7, seed)[0] for seed in (4294967294, 0)
+    ]  # the line between had a seed, too
+    assert written == f"> {alone[0]}\n\n> > > {alone[1]}\n\n> \n"
+    assert "Ctrl-D ends" in said and "error: the prompt has" in said
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def\n"))
+    with pytest.raises(UserError, match="no terminal .*: give --prompt TEXT"):
+        main(["--checkpoint", str(checkpoint)])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -340,7 +412,7 @@ def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_pa
 
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
     lively_model(vocab_size=300).save_pretrained(tmp_path)
-    open_task(DataConfig(source="copy", vocab_size=300), 24)[2].save_pretrained(tmp_path)
+    open_task(DataConfig(source="copy", vocab_size=300), 24).tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="the tokenizer cannot encode a text .*WordLevel"):
         continuations(tmp_path, ["def"], 2, 0.0, 0)
 

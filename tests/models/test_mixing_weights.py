@@ -4,6 +4,7 @@ distance of two tokens; and recurrent, with which generation has a state of cons
 
 import pytest
 import torch
+from checkpoints import continuations
 from models import MIXINGS, generate, lively_model, padded, prompts, small_model, tokens
 from runs import read_losses
 from safetensors.torch import load_file
@@ -11,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from mixer import MaskedMixerForCausalLM
-from mixer.evaluation.generate import continuations
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.models.masked_mixer.configuration import RECURRENT, MaskedMixerConfig
 from mixer.models.masked_mixer.convolution import RecurrentConv, TriangularConv

@@ -16,18 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mixer.models.masked_mixer import modeling
 from mixer.models.masked_mixer.mixing import gelu, short_gelu
+from mixer.objectives.language import TokenLoss, short_token_nats, token_nats
 from mixer.training import passes, start
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.optim import OptimConfig, build_optimizer, set_learning_rate
-from mixer.training.passes import (
-    Objective,
-    compiled,
-    compiled_parts,
-    set_recompute,
-    short_token_nats,
-    token_nats,
-)
+from mixer.training.passes import compiled, compiled_parts, set_recompute
 
 HAS_TAG = hasattr(torch.compiler.config, "cache_key_tag")
 needs_tag = pytest.mark.skipif(not HAS_TAG, reason="needs torch 2.7")
@@ -72,7 +66,7 @@ def without_ddp_on_another_cpu() -> None:
     """As where a step is a CUDA graph, up to its recording; each rank draws weights of its own."""
     draw, rank = torch.manual_seed, int(os.environ.get("RANK", 0))
     torch.manual_seed = lambda seed: draw(seed + rank)
-    start.compile_objective, start.obstacle_to_graph = lambda *_: True, lambda *_: ""
+    start.compile_loss, start.obstacle_to_graph = lambda *_: True, lambda *_: ""
     start.Passes.record = lambda *_: None
 
 
@@ -199,7 +193,7 @@ def without_graphs() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     torch.cuda.CUDAGraph = refuse
-    start.compile_objective, start.obstacle_to_graph = lambda *_: True, lambda *_: ""
+    start.compile_loss, start.obstacle_to_graph = lambda *_: True, lambda *_: ""
 
 
 def test_a_step_that_cannot_be_recorded_is_named_with_what_to_set(write_config, launch):
@@ -219,10 +213,10 @@ def test_a_compiled_block_keeps_for_backward_what_is_listed(what, gelu, monkeypa
     torch._dynamo.reset()
     model = small_model(num_hidden_layers=1, hidden_size=64).train()
     set_recompute(model, what)
-    objective = Objective(model)
+    loss = TokenLoss(model)
     # the compiler's own choice of what is kept
     how = {"backend": "aot_eager_decomp_partition", "fullgraph": True, "dynamic": False}
-    for module, name in compiled_parts(objective):
+    for module, name in compiled_parts(loss):
         setattr(module, name, torch.compile(getattr(module, name), **how))
     x = torch.randn(8, 12, 64, dtype=torch.bfloat16, requires_grad=True)
     kept = {}
@@ -251,7 +245,7 @@ def test_recomputing_changes_no_gradient(what):
         set_recompute(model, choice)
         # an older torch would not compile evaluation with one
         assert not model.get_input_embeddings()._forward_hooks
-        Objective(model)(inputs, targets).sum().backward()
+        TokenLoss(model)(inputs, targets).sum().backward()
         gradients[choice] = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(
         torch.equal(gradient, gradients["none"][name]) for name, gradient in gradients[what].items()
@@ -279,3 +273,14 @@ def test_the_loss_that_is_compiled_for_a_gpu_is_the_cross_entropy(device, dtype)
     assert gradient.dtype == dtype
     one_rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
     torch.testing.assert_close(gradient, wanted, rtol=one_rounding, atol=1e-6)
+
+
+def test_recomputed_blocks_have_the_gradients_of_kept_ones_wherever_they_are_asked_for():
+    """Reentrant checkpoints would refuse torch.autograd.grad."""
+    gradients = []
+    for recompute in ("none", "block"):
+        model = small_model().train()
+        set_recompute(model, recompute)
+        loss = model(tokens(), labels=tokens()).loss
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *gradients))

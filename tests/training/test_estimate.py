@@ -10,7 +10,7 @@ from mixer.models.architecture import model_config, new_model
 from mixer.training import estimate
 from mixer.training.config import load_config
 from mixer.training.estimate import activation_bytes, needed_gb
-from mixer.training.passes import build_objective
+from mixer.training.passes import build_loss
 
 SIZES = ["model.hidden_size=64", "model.num_hidden_layers=3", "model.max_position_embeddings=64"]
 KEYED = ["model.mixer_key_size=16", "model.num_mixer_heads=4"]
@@ -37,7 +37,7 @@ def test_the_estimate_is_about_what_a_pass_keeps(options):
     run = load_config(None, [*SIZES, *options])
     config = model_config(run.model, 600, 0)
     model = new_model(config)
-    objective = build_objective(model, run).train()
+    loss = build_loss(model, run).train()
     texts = torch.randint(600, (2, run.train.batch_size, 64))
     storages = {}
 
@@ -50,11 +50,11 @@ def test_the_estimate_is_about_what_a_pass_keeps(options):
         torch.autocast("cpu", torch.bfloat16, enabled=is_mixed),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        objective(*texts)
+        loss(*texts)
     for weight in model.parameters():
         storages.pop(weight.untyped_storage().data_ptr(), None)
     kept_bytes = sum(storage.nbytes() for storage in storages.values())
-    if not run.is_contrastive:
+    if run.objective.reads_logits:
         kept_bytes += 4 * 600 * texts[0].numel()  # the first gradient, of the logits
     assert 0.7 < activation_bytes(model, run, on_gpu=False) / kept_bytes < 1.3
 

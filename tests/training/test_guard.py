@@ -17,11 +17,12 @@ def bad_loss_at() -> None:
     """The loss of process BAD_RANK is NaN at the steps BAD_STEPS, of data that makes it so each
     time it is used.
     """
-    from mixer.training import loop, passes
+    from mixer.objectives import language
+    from mixer.training import loop
 
     steps = {int(step) for step in os.environ["BAD_STEPS"].split(",")}
     is_bad_process = os.environ.get("RANK", "0") == os.environ["BAD_RANK"]
-    real_at, real_device, real_nats = loop.Batches.at, loop.to_device, passes.token_nats
+    real_at, real_device, real_nats = loop.Batches.at, loop.to_device, language.token_nats
     mark, factor = 10_000_000, [1.0]
 
     def at(batches, position):
@@ -36,7 +37,7 @@ def bad_loss_at() -> None:
         return inputs.clamp(max=1), targets
 
     loop.Batches.at, loop.to_device = at, to_device
-    passes.token_nats = lambda logits, targets: real_nats(logits * factor[0], targets)
+    language.token_nats = lambda logits, targets: real_nats(logits * factor[0], targets)
 
 
 @pytest.mark.parametrize(("processes", "settings"), [(1, ()), (2, RECIPE)])

@@ -75,9 +75,18 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
     epochs = f"{12 * 8 / samples:.2f} epochs of {samples:,} samples"
     words = rf"12 steps of 256 tokens, {epochs}\nabout ([\d.]+) GB of memory; a fresh start"
     memory = float(re.search(words, output)[1])
-    told = output.splitlines()[-1].partition(f"{tmp_path}/runs/small is done. Next: python ")[2]
-    run_python(*told.split(), output=tmp_path / "next.txt")
-    assert "| small/step-" in (tmp_path / "next.txt").read_text()
+    done, *commands, last = output.splitlines()[-5:]
+    assert done == f"{tmp_path}/runs/small is done. Next:" and "a larger train.steps" in last
+    told = []
+    for command in commands:
+        program, *options = command.split()
+        assert program == "mixer"
+        if options[0] == "generate":
+            options += ["--new-tokens", "4", "--prompt", "document"]
+        told.append(run_python("-m", "mixer", *options, output=tmp_path / f"{options[0]}.txt"))
+    evaluated, generated, drawn = told
+    assert "| small/step-" in evaluated and generated.startswith("document")
+    assert drawn == f"{tmp_path}/runs/small/training.png\n"
     assert "tokens/s, 0:00:00 left" in output
     directory = tmp_path / "runs/small"
     lines = read_lines(directory)

@@ -150,10 +150,11 @@ def overflowing() -> None:
     """Losses so large that fp16's gradients overflow at its first scale, and always where
     LOSS_FACTOR is infinite.
     """
-    from mixer.training import optim, passes
+    from mixer.objectives import language
+    from mixer.training import optim
 
-    real, optim.MOST_SKIPPED = passes.token_nats, 10
-    passes.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
+    real, optim.MOST_SKIPPED = language.token_nats, 10
+    language.token_nats = lambda *arguments: float(os.environ["LOSS_FACTOR"]) * real(*arguments)
 
 
 def test_fp16_overflows_are_skipped_counted_and_end_the_run_where_they_do_not_end(

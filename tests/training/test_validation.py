@@ -18,9 +18,10 @@ from mixer.data.prepare import prepare
 from mixer.data.samples import TokenFile
 from mixer.data.tokenizer import TextBytes, load_tokenizer
 from mixer.distributed.world import World
+from mixer.objectives.config import ObjectiveConfig
+from mixer.objectives.language import Language
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.metrics import token_scores
 
 CONTEXT = 16
 
@@ -43,11 +44,13 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
     prepare(config, quiet)
     directory = config.directory
     validation, tokenizer = TokenFile(directory, "validation", CONTEXT), load_tokenizer(directory)
-    data, model = SimpleNamespace(validation=validation), OneNat()
+    data, model = SimpleNamespace(validation=validation, manifest=validation.manifest), OneNat()
     data.text_bytes = TextBytes(tokenizer)
     for samples in (7, 50, 0):
         model.inputs = []
-        found = token_scores(model, data, samples, 8, World(Accelerator()))
+        train_options = ObjectiveConfig(eval_samples=samples, batch_size=8)
+        language = Language(train_options, config, CONTEXT)
+        found, _ = language.validate(model, data, World(Accelerator()))
         chosen = samples or len(validation)
         first = [row[0] for row in model.inputs]
         picked = np.arange(chosen) * len(validation) // chosen

@@ -17,10 +17,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mixer.common.errors import UserError
+from mixer.common.errors import Say, UserError
 from mixer.data.config import DataConfig, Manifest, check
+from mixer.data.prepare import Data
 from mixer.data.samples import Batch, hash_number, mixed
-from mixer.data.tokenizer import END_OF_TEXT
+from mixer.data.tokenizer import END_OF_TEXT, TextBytes, fit_to_models
+from mixer.objectives.language import Language
 
 SAMPLES = {"train": 2**32, "validation": 2048}
 HASHED = 64  # samples of a split
@@ -28,7 +30,7 @@ STEP = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64, between two numbers of a 
 
 
 class TaskSamples:
-    """One split of a task as samples of `context` tokens, in the place of a TokenFile.
+    """One split of a task as samples of `context` tokens.
 
     A sample is a pure function of the task's settings, the split, the context and its index, by
     arithmetic on 64-bit integers, and so is the same with every version of numpy. Token 0 is EOS:
@@ -37,8 +39,6 @@ class TaskSamples:
 
     Raises UserError for more pairs than the context or the vocabulary has room for.
     """
-
-    packed = False  # unlike packed text, only some targets are scored
 
     def __init__(self, config: DataConfig, split: str, context: int):
         self.task = config.source
@@ -110,13 +110,25 @@ def _shuffled(draws: np.ndarray, count: int) -> np.ndarray:
     return np.argsort(draws, axis=1, kind="stable")[:, :count]
 
 
-def open_task(
-    config: DataConfig, context: int
-) -> tuple[Manifest, list[TaskSamples], PreTrainedTokenizerFast]:
-    """A task in the place of prepared data: what its manifest would say, both splits, and the
-    tokenizer. Raises UserError for settings that do not go together.
+class Tasks(Language):
+    """The answers of a task."""
 
-    The documents of the manifest are the samples, and its tokens are the answers. Its hashes are
+    writes_text = False
+
+    def open_data(self, say: Say = print) -> Data:
+        return open_task(self.data, self.context)
+
+    def counts_targets(self, data: Data) -> bool:
+        return True
+
+    def in_words(self, line: dict[str, float]) -> str:
+        return f"{line['validation_accuracy']:.2%} right"
+
+
+def open_task(config: DataConfig, context: int) -> Data:
+    """A task in the place of prepared data. Raises UserError for settings that do not go together.
+
+    The documents of its manifest are the samples, and its tokens are the answers. Its hashes are
     those of the first samples, and tell whether a later version makes the same ones.
     """
     check(config)
@@ -139,7 +151,7 @@ def open_task(
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT)
     specification = tokenizer.backend_tokenizer.to_str()
-    manifest = {
+    values = {
         "dtype": "int64",
         "vocab_size": config.vocab_size,
         "eos_token_id": 0,
@@ -147,4 +159,6 @@ def open_task(
         "settings": {name: getattr(config, name) for name in ("source", "vocab_size", "pairs")},
         "splits": recorded,
     }
-    return Manifest.of(manifest), [*splits.values()], tokenizer
+    fit_to_models(tokenizer, context)
+    text_bytes = TextBytes(tokenizer)
+    return Data(Manifest.of(values), splits["train"], splits["validation"], tokenizer, text_bytes)

@@ -9,8 +9,8 @@ from runs import assert_same, read_lines, read_losses
 from mixer.commands.eval import main as eval_command
 from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
-from mixer.data.tasks import SAMPLES, TaskSamples, open_task
 from mixer.evaluation.config import EvalOptions, check_options
+from mixer.objectives.tasks import SAMPLES, TaskSamples, open_task
 
 KEYED = {"hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 16}
 KEYED |= {"num_mixer_heads": 4, "mixer_key_size": 16, "final_norm": True}
@@ -78,8 +78,9 @@ def test_a_sample_depends_on_its_index_alone_and_none_is_held_out_and_trained_on
 def test_the_samples_of_all_versions_are_the_same():
     found = [samples_of(task, 8).batch([5])[0][0].tolist() for task in ("copy", "recall")]
     assert found == [[84, 17, 48, 187, 0, 84, 17, 48], [62, 232, 45, 250, 290, 62, 232, 45]]
-    manifest, _, tokenizer = open_task(DataConfig(source="recall", vocab_size=300), 24)
-    assert manifest.fingerprint.startswith("1dcf715c18e6455d") and tokenizer.decode([17]) == "17"
+    task = open_task(DataConfig(source="recall", vocab_size=300), 24)
+    assert task.manifest.fingerprint.startswith("1dcf715c18e6455d")
+    assert task.tokenizer.decode([17]) == "17"
 
 
 def test_what_does_not_fit_is_refused():

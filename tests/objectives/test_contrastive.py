@@ -20,13 +20,18 @@ from mixer.common.errors import UserError
 from mixer.common.files import sha256
 from mixer.data.config import DataConfig, fingerprint
 from mixer.data.prepare import prepare
-from mixer.data.samples import PairFile
 from mixer.data.tokenizer import load_tokenizer
 from mixer.models.architecture import ModelConfig, model_config, new_model
-from mixer.models.retrieval import info_nce, text_keys, text_vectors, top1
+from mixer.objectives.retrieval import (
+    PairFile,
+    PairLoss,
+    info_nce,
+    text_keys,
+    text_vectors,
+    top1,
+)
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.passes import Contrastive
 
 TEMPERATURE = 0.1
 MODELS = {
@@ -88,7 +93,7 @@ def test_the_loss_and_its_gradients_are_those_of_a_naive_one_whatever_the_length
     model, texts = model_of(kind), some_texts(6)
     wanted_loss = naive_loss(model, *texts)
     wanted = gradients(wanted_loss, model)
-    loss = Contrastive(model, TEMPERATURE).train()(*texts).mean() / 16
+    loss = PairLoss(model, TEMPERATURE).train()(*texts).mean() / 16
     assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-9)
     found = gradients(loss, model)
     assert found.keys() == wanted.keys()
@@ -247,7 +252,7 @@ def test_passages_of_books_are_pairs_with_the_next_one_and_share_no_token(tmp_pa
     found = "".join(tokenizer.decode(row) for row in joined)
     wanted = [(tmp_path / f"{n}.txt").read_text()[: of // 32 * 32] for n, of in enumerate(lengths)]
     assert found == "".join(wanted)
-    with pytest.raises(UserError, match="validation split .*a pair of passages: a document of 100"):
+    with pytest.raises(UserError, match="validation split .*passages of 50 needs a document of 1"):
         PairFile(tmp_path / "data", "validation", context=50)
 
 
@@ -347,7 +352,7 @@ def assert_sentence_transformers_has_the_same_vectors(checkpoint) -> None:
 
 REFUSED = {
     "train.batch_size=1": "train.batch_size = 1 with .* in one process.*; allowed: 2 or more",
-    "data.source=copy": "a task has no pairs of texts; allowed: builtin, text, jsonl, parquet, hub",
+    "data.source=copy": "does not learn from it; allowed: builtin, text, jsonl, parquet, hub",
     "data.source=recall": "data.source = 'recall'",
     "data.source=needle": "data.source = 'needle'",
     "data.pair_field=summary": "data.pair_field = 'summary' is data.text_field too",
@@ -375,12 +380,12 @@ def test_pairs_that_have_one_text_in_common_are_refused_and_two_are_learned(
     with pytest.raises(UserError, match=f"the train split of .* has one {side} in .* pairs"):
         train_on(["yes it is"])
     lines = train_on(["yes it is", "no it is not"])
-    told = f"Next: mixer eval --checkpoint {tmp_path}/runs/2/best --pairs {tmp_path}/2\n"
-    assert capsys.readouterr().out.endswith(told)
+    told = f"  mixer eval --checkpoint {tmp_path}/runs/2/best --pairs {tmp_path}/2\n  mixer curves"
+    assert told in capsys.readouterr().out
     assert lines[-1]["validation_loss"] < 0.1 and lines[-1]["top1_of_32"] > 0.9
 
 
-def test_two_processes_learn_what_one_does(pairs_config, launch, tmp_path):
+def test_two_processes_learn_what_one_does_and_evaluate_it(pairs_config, launch, tmp_path):
     """Also where two thirds of the targets are copies of one."""
     rows = [row | {"story": "ba ."} if n % 3 else row for n, row in enumerate(made_pairs(1500))]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -393,3 +398,8 @@ def test_two_processes_learn_what_one_does(pairs_config, launch, tmp_path):
         for key in {"loss", "validation_loss", "grad_norm", "top1_of_32", "tokens"} & line.keys():
             assert other[key] == pytest.approx(line[key], rel=1e-4), (line["step"], key)
     assert one[-1]["tokens"] == 12 * 32 * 2 * 16
+    asked = ["--checkpoint", tmp_path / "runs/one/step-12", "--pairs", tmp_path / "data"]
+    asked += ["--batch-size", 16, "--device", "cpu", "--output", tmp_path / "report"]
+    launch(*asked, program="eval", processes=2).succeed()
+    (report,) = json.loads((tmp_path / "report/report.json").read_text())
+    assert report["top1_of_32"] == pytest.approx(one[-1]["top1_of_32"], abs=0.02)

@@ -1,0 +1,95 @@
+"""What all objectives have in common: the loss as a module, the questions that the rest of the
+package asks an objective, and which one a run has.
+"""
+
+from pathlib import Path
+from pkgutil import resolve_name
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mixer.common.errors import Say
+from mixer.data.config import DataConfig
+from mixer.data.prepare import Data, open_data
+from mixer.distributed.world import Process
+from mixer.objectives.config import ObjectiveConfig, traits_of
+
+Group = dist.ProcessGroup | None  # None for one process
+
+
+class Loss(nn.Module):
+    """A model with its loss as one module, which DDP or FSDP wrap.
+
+    `forward` takes the two tensors of a batch, each (batch, tokens) int64, and returns losses in
+    fp32 nats. Training minimizes their sum, divided by the tokens that the step counts. In eval
+    mode it returns what the objective's validation scores.
+
+    Attributes:
+        compiled_methods: what torch.compile compiles beside the model's blocks.
+    """
+
+    compiled_methods: tuple[str, ...] = ()
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+
+class Objective:
+    """What a run learns. A subclass has a `loss` and a `validate`, and whatever differs below.
+
+    Attributes:
+        traits: what is known of it without its class.
+        reads_logits: whether the loss reads the logits of the model's output layer.
+        writes_text: whether `mixer generate` writes what was learned.
+        sample_tokens: how many tokens a sample has.
+    """
+
+    reads_logits = True
+    writes_text = True
+
+    def __init__(self, train: ObjectiveConfig, data: DataConfig, context: int):
+        self.train = train
+        self.data = data
+        self.context = context
+        self.traits = traits_of(train, data)
+        self.sample_tokens = context
+
+    def open_data(self, say: Say = print) -> Data:
+        """Both splits as samples of `context` tokens, prepared at first. Raises UserError for data
+        that nothing can be learned from.
+        """
+        return open_data(self.data, self.context, say=say)
+
+    def counts_targets(self, data: Data) -> bool:
+        """Whether a step counts its targets, but for those that are -100; otherwise each token of a
+        sample counts.
+        """
+        return True
+
+    def loss(self, model: PreTrainedModel, group: Group = None) -> Loss:
+        """The model with its loss, which the processes of `group` train together."""
+        raise NotImplementedError
+
+    def validate(self, loss: Loss, data: Data, process: Process) -> tuple[dict[str, float], str]:
+        """The entries of metrics.jsonl, of all processes together, and in words what they say
+        beside `validation_loss`.
+
+        loss: of this process, in eval mode. All processes must call it as often.
+        """
+        raise NotImplementedError
+
+    def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
+        """Writes what a saved model of this configuration gets, beside its weights and tokenizer,
+        into its directory.
+        """
+
+    def eval_arguments(self) -> list[str]:
+        """The options of `mixer eval` that measure what was learned."""
+        return []
+
+
+def objective_of(train: ObjectiveConfig, data: DataConfig, context: int) -> Objective:
+    """The objective of a run."""
+    return resolve_name(traits_of(train, data).path)(train, data, context)
