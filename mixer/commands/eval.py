@@ -7,6 +7,8 @@ On any UTF-8 text, alongside any causal language model:
 On a dataset of the hub:
     mixer eval --checkpoint runs/demo/step-600 --hub Salesforce/wikitext \\
         --subset wikitext-103-raw-v1
+How well queries find documents, of a collection in BEIR's layout:
+    mixer eval --checkpoint runs/pairs/best --retrieval scifact
 On several GPUs, which share the windows:
     accelerate launch --multi_gpu eval.py --checkpoint runs/v100/step-200000
 With the conventions of lm-evaluation-harness:
@@ -22,7 +24,7 @@ from mixer.common.files import as_path, check_writable
 from mixer.distributed.launcher import follow_launcher
 from mixer.evaluation.config import EvalOptions, check_options, default_directory
 
-SOURCES = ("text", "data", "pairs", "hub")  # of which at most one is given
+SOURCES = ("text", "data", "pairs", "retrieval", "hub")  # of which at most one is given
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,6 +12,7 @@ A plan has `common`, the options of all runs by section.key, and either
   options of a run that comes first, for as many seconds, at each model's own rate; all others
   start from its weights.
 
+With `keep_checkpoints` the results' folder keeps the checkpoints of `runs`, or of the longer runs.
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better of their rates, with
 other initial weights and data. Where a plan or a run names a configuration as its `recipe`, the
 optimizer and the initial mixing weights come from it, but not their form, model.mixing_weight.
@@ -49,6 +50,7 @@ PLAN_SHAPE = {
     "seconds_of_best": [float],
     "rates": [float],
     "sweep_share": float,
+    "keep_checkpoints": bool,
 }
 
 
@@ -59,7 +61,7 @@ class Run:
     name: str
     settings: dict  # by section.key
     identity: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
-    keeps_checkpoint: bool = False  # for other runs to start from
+    keeps_checkpoint: bool = False  # for other runs to start from, or to be evaluated
 
     @property
     def folder(self) -> str:
@@ -123,7 +125,10 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
             merged["model.config"] = with_content(merged["model.config"])
         return merged
 
-    runs = [Run(name, settings(entry)) for name, entry in plan.get("runs", {}).items()]
+    runs = [
+        Run(name, settings(entry), keeps_checkpoint=plan.get("keep_checkpoints", False))
+        for name, entry in plan.get("runs", {}).items()
+    ]
     models = [
         Run(
             name=f"{kind_name} {size}".strip(),
@@ -316,14 +321,16 @@ def longer_runs(plan: dict, model: Run, seconds: float, shorter: list[dict]) -> 
     best = min(shorter, key=lambda row: row["validation_loss"])
     steps = steps_in(seconds, max(shorter, key=lambda row: row["tokens_per_second"]))
     rates = sorted(rate for rate in plan.get("rates", [best["lr"]]) if rate <= best["lr"])[-2:]
+    keeps = plan.get("keep_checkpoints", False)
     losses = {}
     for rate in reversed(rates):
-        row = yield model.timed(seconds, rate, steps)
+        row = yield replace(model.timed(seconds, rate, steps), keeps_checkpoint=keeps)
         losses[rate] = row.get("validation_loss", float("inf"))
     for seed in plan.get("seeds", []):
         better = min(losses, key=losses.__getitem__)
         again = yield from pretrained(plan, model, seed)
-        yield again.timed(seconds, better, steps).with_seed(seed)
+        run = again.timed(seconds, better, steps).with_seed(seed)
+        yield replace(run, keeps_checkpoint=keeps)
 
 
 def steps_in(seconds: float, measured: dict) -> int:

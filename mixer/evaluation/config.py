@@ -12,6 +12,7 @@ from mixer.common.files import as_path, directory_for
 from mixer.common.options import option, option_problems
 from mixer.data.config import DataConfig, Manifest, from_values
 from mixer.data.sources import check_path
+from mixer.evaluation.beir import read_collection
 from mixer.models.masked_mixer.model_options import BACKENDS
 from mixer.objectives.config import ObjectiveConfig, traits_of
 
@@ -23,8 +24,8 @@ TYPES = ("fp32", "fp16", "bf16")  # the names of those in mixer/common/hardware.
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
 LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
-# Options that not all of text, hub, data, pairs and a task read.
-READ_BY = {"subset": ("hub",), "split": ("hub",), "text_field": ("text", "hub")}
+# Options that not all of text, hub, data, pairs, retrieval and a task read.
+READ_BY = {"subset": ("hub",), "split": ("hub", "retrieval"), "text_field": ("text", "hub")}
 OF_TEXTS = ("stride", "max_tokens", "first_token", "last_window")
 READ_BY |= dict.fromkeys(OF_TEXTS, ("text", "data", "hub"))
 
@@ -34,13 +35,14 @@ class EvalOptions:
     """What to evaluate, and how; the fields are the options of `mixer eval`."""
 
     checkpoint: str = option(MISSING, "checkpoints, or directories of any causal language model")
-    # At most one of these four.
+    # At most one of these five.
     text: Sequence[str] = option((), "files, folders or globs; .jsonl: one document per row")
     data: str = option("", "prepared data directory; default: the run's")
     pairs: str = option("", "prepared pairs: measure how often a text finds its partner")
+    retrieval: str = option("", "BEIR's layout: measure how well queries find documents")
     hub: str = option("", "dataset of the hub")
     subset: str = option("", "hub: the dataset's configuration")
-    split: str = option("test", "hub: the split to read")
+    split: str = option("test", "hub, retrieval: the split to read")
     text_field: str = option("text", "field with the text of a row")
     window: int | None = option(None, "longest window; default: the context", at_least=1)
     stride: int | None = option(None, "window step in tokens; default: the window", at_least=1)
@@ -63,7 +65,7 @@ class EvalOptions:
         which are then scored. Raises UserError for one that is unknown here, and for odd settings
         of one that does.
         """
-        if self.text or self.hub or self.pairs or self.data:
+        if self.text or self.hub or self.pairs or self.retrieval or self.data:
             return None
         settings = read_trainer(as_path(self.checkpoint)).get("settings", {})
         train = from_values(ObjectiveConfig, settings.get("train", {}))
@@ -93,11 +95,11 @@ def default_directory(evaluations: list[EvalOptions]) -> Path:
         if name not in UNCHANGING and value != getattr(EvalOptions, name)
     ]
     changed += [options.checkpoint for options in evaluations[1:]]
-    paths = filter(None, [*first.text, first.data, first.pairs])
+    paths = filter(None, [*first.text, first.data, first.pairs, first.retrieval])
     subject = " ".join(as_path(path).resolve().name for path in paths) or first.hub
     return directory_for(
         as_path(first.checkpoint),
-        prefix="retrieval" if first.pairs else "eval",
+        prefix="retrieval" if first.pairs or first.retrieval else "eval",
         subject=subject,
         options=repr(changed) if changed else "",
     )
@@ -109,7 +111,8 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = as_path(options.checkpoint)
     check_checkpoint(directory)
-    scored = next((name for name in ("text", "hub", "pairs") if getattr(options, name)), "data")
+    named = ("text", "hub", "pairs", "retrieval")
+    scored = next((name for name in named if getattr(options, name)), "data")
     if options.sample_maker():
         scored = "a task"
     for name, readers in READ_BY.items():
@@ -126,3 +129,5 @@ def check_options(options: EvalOptions) -> None:
         check_path(name)
     for name in filter(None, (options.data, options.pairs)):
         Manifest.load(as_path(name))
+    if options.retrieval:
+        read_collection(as_path(options.retrieval), options.split)

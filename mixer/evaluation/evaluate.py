@@ -1,4 +1,4 @@
-"""Perplexity of checkpoints on a text: from options to numbers and their report."""
+"""Perplexity of checkpoints on a text, or what they find: from options to numbers and a report."""
 
 import hashlib
 import itertools
@@ -22,7 +22,9 @@ from mixer.common.progress import time_reported
 from mixer.data.samples import Batch
 from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error
 from mixer.evaluation import scoring, texts
+from mixer.evaluation.beir import Collection, measures, read_collection
 from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
+from mixer.evaluation.search import Found, search
 from mixer.evaluation.texts import Text
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
 from mixer.objectives.language import TokenLoss, TokenScores, score_tokens
@@ -55,6 +57,9 @@ COLUMNS = {  # of the report's table: the key and the form
     "loss past context": ("loss_past_context", LOSS),
     "pairs": ("pairs", COUNT),
     "tokens": ("tokens", COUNT),
+    "nDCG@10": ("ndcg_at_10", LOSS),
+    "recall@100": ("recall_at_100", LOSS),
+    "MRR@10": ("mrr_at_10", LOSS),
     **{f"top1 of {count}": (f"top1_of_{count}", TOP1) for count in CANDIDATES},
 }
 
@@ -93,9 +98,10 @@ def choose_window(options: EvalOptions, model: PreTrainedModel) -> tuple[int, in
 
 
 def evaluate_checkpoint(options: EvalOptions) -> dict:
-    """Loads a checkpoint, scores its text and returns the numbers with their conventions, of all
-    processes together. Raises UserError for a checkpoint, text, data, window or dtype that cannot
-    be used, a model that is not causal, a loss that is not finite, and too little memory.
+    """Loads a checkpoint, scores its text, or what it finds, and returns the numbers with their
+    conventions, of all processes together. Raises UserError for a checkpoint, text, data, window or
+    dtype that cannot be used, a model that is not causal, a loss that is not finite, and too little
+    memory.
     """
     check_options(options)
     process = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
@@ -150,6 +156,12 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
             raise UserError("the vectors are not finite: use --dtype fp32")
         result |= {"data": options.pairs, "tokens": window, "pairs": scores.pairs}
         return result | scores.top1
+    if options.retrieval:
+        folder = as_path(options.retrieval)
+        collection = read_collection(folder, options.split)
+        found = search(model, tokenizer, collection, window, size, process)
+        result["collection"] = f"{folder.resolve().name} {options.split}"
+        return result | found_numbers(collection, found)
     with time_reported("reading the text"):
         text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
@@ -250,6 +262,16 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     return result
 
 
+def found_numbers(collection: Collection, found: Found) -> dict:
+    """What a report has of the documents that were found."""
+    return {
+        "queries": len(collection.queries),
+        "documents": len(collection.document_ids),
+        "queries_cut": found.queries_cut,
+        "documents_cut": found.documents_cut,
+    } | measures(found.rankings, collection.relevance)
+
+
 def evaluation_report(results: list[dict]) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
     cells = [{"checkpoint": result["label"]} for result in results]
@@ -268,7 +290,8 @@ def evaluation_report(results: list[dict]) -> str:
     for note, labels in labels_of_notes.items():
         suffix = "" if len(labels) == len(results) else f" ({', '.join(labels)})"
         lines.append(wrapped(note + suffix, "- ", "  "))
-    if len({result["tokenizer_sha256"] for result in results}) > 1:
+    tokenizers = {result["tokenizer_sha256"] for result in results}
+    if len(tokenizers) > 1 and "token_perplexity" in results[0]:
         note = (
             "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
             "not those per token."
@@ -279,6 +302,15 @@ def evaluation_report(results: list[dict]) -> str:
 
 def conventions(result: dict) -> list[str]:
     """What a reader must know of a result to compare its numbers."""
+    computed = f"computed: backend {result['backend']}, {result['dtype']}, {result['device']}"
+    if "collection" in result:
+        cut = f"{result['queries_cut']:,} queries and {result['documents_cut']:,} documents"
+        sizes = f"{result['queries']:,} queries, {result['documents']:,} documents"
+        return [
+            f"collection: {result['collection']}, {sizes}",
+            f"texts: at most {result['window']:,} tokens; {cut} are longer, and were cut",
+            computed,
+        ]
     text = [result["text"]]
     if "bits_per_byte" in result:
         words = f"{result['words']:,} words (UTF-8, split at white space)"
@@ -292,13 +324,13 @@ def conventions(result: dict) -> list[str]:
         f"model: {result['architecture']}, {size}",
         f"streams: {result['streams']:,}, first token of each {result['first_token']}",
         f"windows: {windows}, the last of a stream {result['last_window']}",
-        f"computed: backend {result['backend']}, {result['dtype']}, {result['device']}",
+        computed,
     ]
 
 
 def write_evaluation(results: list[dict], directory: Path) -> None:
     """report.json, report.md and loss_by_position.png in `directory`."""
-    is_drawn = can_draw() and "pairs" not in results[0]
+    is_drawn = can_draw() and "loss_by_position" in results[0]
     picture = "\n![Loss by position](loss_by_position.png)\n" if is_drawn else ""
     text = f"# Evaluation\n\n{evaluation_report(results)}\n{picture}"
     with whole_directory(directory) as stage:

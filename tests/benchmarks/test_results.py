@@ -11,6 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 REPORTS = {
     "generation": "generation",
     "keyed_mixing": "keyed_mixing",
+    "scifact_bm25": "bm25",
     "several_gpus": "several_gpus",
     "token_mixing": "token_mixing_report",
     "training_step": "training_step",
@@ -20,7 +21,7 @@ REPORTS = {
 def module_of(data: Path) -> str | None:
     if "plan" in json.loads(data.read_text()):
         return "mixer.comparison.report"
-    return next((REPORTS[name] for name in REPORTS if data.name.startswith(f"{name}_")), None)
+    return next((REPORTS[name] for name in REPORTS if f"{data.stem}_".startswith(f"{name}_")), None)
 
 
 RESULTS = [data for data in sorted((BENCHMARKS / "results").glob("*.json")) if module_of(data)]

@@ -235,7 +235,7 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     language = {"train.objective": "language", "train.batch_size": 16}
     plan = {"seconds": 0.4, "sweep_share": 0.5, "rates": [1e-3, 3e-3], "seeds": [7]}
     plan |= {"common": {"train.objective": "contrastive", "train.eval_samples": 64}}
-    plan |= {"pretraining": language, "kinds": {"mixer": {32: {}}}}
+    plan |= {"pretraining": language, "kinds": {"mixer": {32: {}}}, "keep_checkpoints": True}
     command, printed = train(plan), tmp_path / "printed"
     run_python(*command, output=printed)
     runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
@@ -252,7 +252,9 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     assert {f"{row['top1_of_32']:.1%}" for row in ends} <= shown
     assert not (tmp_path / "results.png").exists()
     kept = list((tmp_path / "results-runs").glob("*/"))
-    assert len(kept) == 2 and all("pretraining" in path.name for path in kept)
+    assert sum("pretraining" in path.name for path in kept) == 2
+    longer = [row for row in found.values() if row["budget"] == 0.4]
+    assert len(kept) == 2 + len(longer) and all(Path(row["checkpoint"]).is_dir() for row in longer)
 
 
 def test_what_trains_ends_with_the_command_and_meanwhile_no_other_one_adds_to_its_results(
