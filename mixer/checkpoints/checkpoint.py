@@ -97,16 +97,17 @@ def damage(checkpoint: Path, for_resume: bool = True) -> str | None:
         return "there is no such directory"
     try:
         listing = read_json(checkpoint / LISTING, REMEDY)
-        for name, entry in listing.items():
-            is_read = for_resume or name == TRAINER or not name.startswith(f"{STATE}/")
-            if is_read and not has_sha256(checkpoint / name, entry["sha256"]):
-                return f"{name} is not what was written (its SHA-256 differs)"
     except UserError as error:
         return str(error)
-    except (KeyError, TypeError, ValueError):
-        return f"{LISTING} is damaged: {name!r} is {entry!r:.60}"
-    except OSError as error:
-        return f"{name} cannot be read ({error})"
+    for name, entry in listing.items():
+        is_read = for_resume or name == TRAINER or not name.startswith(f"{STATE}/")
+        try:
+            if is_read and not has_sha256(checkpoint / name, entry["sha256"]):
+                return f"{name} is not what was written (its SHA-256 differs)"
+        except (KeyError, TypeError, ValueError):
+            return f"{LISTING} is damaged: {name!r} is {entry!r:.60}"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
     files = [path for path in checkpoint.rglob("*") if path.is_file()]
     names = {str(file.relative_to(checkpoint)) for file in files}
     added = [name for name in names - {LISTING, *listing} if not UNREAD.fullmatch(name)]
@@ -135,14 +136,16 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
                 "delete these, or choose another name to branch from there"
             )
         candidates = [named]
+    problems = []
     for path in candidates:
         problem = damage(path)
         if problem is None:
             return path
         say(f"skipping {path}: {problem}")
-    if candidates:  # a fresh start would overwrite them and the run's metrics
+        problems.append(f"{path}: {problem}")
+    if problems:  # a fresh start would overwrite them and the run's metrics
         raise UserError(
-            f"none of {counted(len(candidates), 'checkpoint')} can be used ({path}: {problem}); "
+            f"none of {counted(len(problems), 'checkpoint')} can be used ({problems[-1]}); "
             "give another checkpoint.resume, or choose another name to start afresh"
         )
     return None
@@ -189,7 +192,7 @@ def link_best(
             losses[path.name] = loss
     if not losses:
         return
-    best = min(losses, key=losses.get)
+    best = min(losses, key=losses.__getitem__)
     link = directory / "best"
     partial = directory / "best.partial"
     remove(partial)

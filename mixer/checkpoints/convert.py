@@ -56,6 +56,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     changes = []  # of each mixing weight, as a share of its norm
     for conv, converted_conv in zip(model.modules(), converted.modules(), strict=True):
         if isinstance(conv, TriangularConv):
+            assert isinstance(converted_conv, TriangularConv)
             weight = conv.mixing_weight().detach().tril()
             converted_conv.set_mixing_weight(weight)
             change = converted_conv.mixing_weight().detach().tril() - weight

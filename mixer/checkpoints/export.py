@@ -55,7 +55,7 @@ def export(checkpoint: Path, output: Path, license: str, dtype: str = "fp32") ->
     model = load_masked_mixer(checkpoint)
     tokenizer = read_tokenizer(str(checkpoint))
     model.config.mixing_backend = "auto"
-    model.to(TYPES[dtype])
+    model.to(TYPES[dtype])  # pyright: ignore[reportArgumentType]
     check_finite(checkpoint, model, f"{dtype} does not reach that far: give --dtype fp32")
     card = model_card(model, checkpoint, output.resolve().name, license)
     write_new(output, model, tokenizer, checkpoint, card)

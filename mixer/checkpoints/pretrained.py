@@ -45,7 +45,9 @@ def load_checkpoint(
     tokenizer = read_tokenizer(str(directory))
     if backend and isinstance(config, MaskedMixerConfig):
         config.mixing_backend = backend
-    return load_model(directory, config).to(device).eval(), tokenizer
+    model = load_model(directory, config)
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return model.eval(), tokenizer
 
 
 def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
@@ -54,7 +56,9 @@ def load_masked_mixer(directory: Path) -> MaskedMixerForCausalLM:
     config = load_model_config(directory)
     if not isinstance(config, MaskedMixerConfig):
         raise UserError(f"{directory} is a {config.model_type}: give a masked mixer")
-    return load_model(directory, config)
+    model = load_model(directory, config)
+    assert isinstance(model, MaskedMixerForCausalLM)
+    return model
 
 
 def load_model_config(directory: Path) -> PreTrainedConfig:
@@ -80,7 +84,7 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """
     disable_progress_bar()
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             str(directory),
             config=config,
             dtype=torch.float32,

@@ -202,9 +202,9 @@ def begin_state(optimizer: Optimizer) -> None:
     for weight in parameters:
         if weight.grad is None:  # else it has that of a CUDA graph, which stays where it is
             weight.grad = torch.zeros_like(weight)
-    optimizer.found_inf = torch.ones((), device=parameters[0].device)
+    optimizer.found_inf = torch.ones((), device=parameters[0].device)  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.step()
-    optimizer.found_inf = None
+    optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.zero_grad()
 
 

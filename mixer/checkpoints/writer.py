@@ -145,7 +145,8 @@ class CheckpointWriter:
         now, and training has changed them since they were copied.
         """
         config = type(self.model.config).from_dict(self.model.config.to_dict())
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+        config.architectures = [model_class.__name__]  # pyright: ignore[reportAttributeAccessIssue]
         config.dtype = torch.float32
         if isinstance(config, MaskedMixerConfig):
             config.mixing_backend = "auto"  # a checkpoint of a GPU run loads on a machine without

@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     from mixer.ops.diagnosis import blindness, gpu_problem
 
     print(f"torch: {torch.__version__}")
-    problems = {blindness()} - {None}
+    problems = set(filter(None, [blindness()]))
     for index in range(0 if problems else torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
         capability = torch.cuda.get_device_capability(index)
@@ -26,7 +26,8 @@ def main(arguments: list[str] | None = None) -> None:
         origin = "prebuilt kernels" if build.prebuilt_library(capability) else "kernels built here"
         state = "kernels do not run" if problem else f"{origin} run"
         print(f"GPU {index}: {name}, compute capability {build.dotted(capability)}; {state}")
-        problems |= {problem} - {None}
+        if problem:
+            problems.add(problem)
     print(f"The cuda backend {'will not work' if problems else 'works'} here.")
     if problems:
         print("Models run in plain PyTorch. To use an NVIDIA GPU, fix this:")

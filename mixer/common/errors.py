@@ -1,6 +1,7 @@
 """How a command reports errors and exits, and which process of a launch this is."""
 
 import argparse
+import io
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,7 @@ class NotFinite(UserError):
 
 
 def command_parser(
-    name: str, description: str, epilog: str | None = None
+    name: str, description: str | None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
     """The parser of a command, by how it is called. The texts are shown as they are."""
     return argparse.ArgumentParser(
@@ -46,8 +47,9 @@ def run_command(main: Callable[[], None]) -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = LastingStream(sys.stderr)
     # Characters that the output cannot show, such as a path's odd bytes, are written as \x...
-    with suppress(OSError):  # if nobody reads the output
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # if nobody reads the output
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             main()
@@ -81,9 +83,11 @@ def end_at_interrupt(error_type, error, traceback) -> None:
 
 def end_with_parent() -> None:
     """Sends SIGTERM to this process of multiprocessing when its parent has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
     def wait() -> None:
-        multiprocessing.parent_process().join()
+        parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()

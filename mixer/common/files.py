@@ -268,7 +268,7 @@ def as_path(name: str | Path) -> Path:
 # ------------------------------------------------------------------------- where results go
 
 
-def results_locked(output: Path) -> AbstractContextManager[None]:
+def results_locked(output: Path) -> AbstractContextManager[bool]:
     """Holds the lock of a command's results, a file or a directory, while the command works. What
     `whole_file` and `whole_directory` take is held while they write, and another one.
 
@@ -343,6 +343,7 @@ def read_json(file: Path, remedy: str, required: Mapping[str, Any] | None = None
     required: keys with the shapes of their values (see shape_problem), such as int or {str: dict}.
     Raises UserError that ends in `remedy`, which says what to do.
     """
+    values = {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         problem = _object_problem(values, required or {})

@@ -91,6 +91,10 @@ def read_yaml(path: str | Path) -> dict:
     return values
 
 
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def shape_problem(value: Any, shape: Any, name: str) -> str:
     """The first value that a YAML or JSON file has in the wrong shape; "" if there is none.
 
@@ -99,8 +103,7 @@ def shape_problem(value: Any, shape: Any, name: str) -> str:
     name: of the value, for people.
     """
     container = type(shape) if isinstance(shape, (list, dict)) else shape
-    is_finite = not isinstance(value, float) or math.isfinite(value)
-    if container is not object and not (has_type(value, container) and is_finite):
+    if container is not object and not (has_type(value, container) and _is_finite(value)):
         return f"{name} = {value!r:.60}; allowed: {type_name(container)}"
     if isinstance(shape, list):
         for index, item in enumerate(value):

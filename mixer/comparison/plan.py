@@ -321,7 +321,7 @@ def longer_runs(plan: dict, model: Run, seconds: float, shorter: list[dict]) -> 
         row = yield model.timed(seconds, rate, steps)
         losses[rate] = row.get("validation_loss", float("inf"))
     for seed in plan.get("seeds", []):
-        better = min(losses, key=losses.get)
+        better = min(losses, key=losses.__getitem__)
         again = yield from pretrained(plan, model, seed)
         yield again.timed(seconds, better, steps).with_seed(seed)
 

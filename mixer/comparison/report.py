@@ -196,8 +196,8 @@ def draw(result: dict, output: Path) -> bool:
         runs = {n: row for n, row in runs.items() if row["budget"] >= result["plan"]["seconds"]}
     if has_ranks(runs.values()):
         return False
+    with_curve = {n: row for n, row in runs.items() if "loss" in row and "seed" not in row}
     if kinds is None:
-        with_curve = {n: row for n, row in runs.items() if "loss" in row and "seed" not in row}
         if not 0 < len(with_curve) <= len(COLOURS):
             return False
         title = "Training loss (dot: validation)"
@@ -244,7 +244,7 @@ def draw_kinds(axes, kinds: dict, runs: dict) -> None:
         colour = f"C{number}"
         budgets = sorted({row["budget"] for row in finished(runs, kind_name)})
         all_budgets.update(budgets)
-        best = [best_size(runs, kind_name, budget) for budget in budgets]
+        best = [row for budget in budgets if (row := best_size(runs, kind_name, budget))]
         times = [row["training_seconds"] for row in best]
         losses = [row["validation_loss"] for row in best]
         axes.plot(times, losses, "o", color=colour, markersize=6)

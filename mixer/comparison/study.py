@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from mixer.common import progress
@@ -69,7 +70,7 @@ class Study:
         # output, and when it was said, of time.monotonic().
         self.said: dict[str, tuple[str, float, float]] = {}
         self.stopped = False
-        self.running: dict[Connection, tuple[Job, Run, str, multiprocessing.Process]] = {}
+        self.running: dict[Connection, tuple[Job, Run, str, BaseProcess]] = {}
 
     @lasting_output()
     def work(self, jobs: list[Job]) -> int:
@@ -88,6 +89,7 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             signal.signal(number, self.stop)
+        waiting: deque[tuple[Job, dict | None]]
         waiting = deque((job, None) for job in jobs)  # with the row of the job's last run
         free_gpus = visible_gpus()
         while self.running or (waiting and not self.stopped):
@@ -95,7 +97,8 @@ class Study:
                 job, row = waiting.popleft()
                 if run := self.next_run(job, row):
                     self.start(job, run, free_gpus.pop(0))
-            ended = wait(list(self.running), SAY_EVERY) if self.running else ()
+            ready = wait(list(self.running), SAY_EVERY) if self.running else ()
+            ended = [connection for connection in self.running if connection in ready]
             if not ended:
                 self.say_progress()
             for connection in ended:
@@ -123,7 +126,7 @@ class Study:
         """The next run of a job that is not in the results, if there is one."""
         with suppress(StopIteration):
             try:
-                run = job.send(row)
+                run = next(job) if row is None else job.send(row)
                 while run.name in self.runs:
                     run = job.send(self.runs[run.name])
                 return run

@@ -53,4 +53,4 @@ def _other_unicode(data: bytes) -> str:
             printed = sum(character.isprintable() or character.isspace() for character in text)
             if b"\0" in data and printed >= LEAST_PRINTED * len(text):
                 ascii_counts[encoding] = sum(map(str.isascii, text))
-    return max(ascii_counts, key=ascii_counts.get)
+    return max(ascii_counts, key=ascii_counts.__getitem__)

@@ -20,13 +20,13 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -325,7 +325,7 @@ def _encoder(
     return lambda batch: [encode_piece(piece) for piece in batch]
 
 
-def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Iterator:
+def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Generator[Any, None, None]:
     """`task(job)` of each job, in their order, computed by so many processes (0: one for each core;
     1: this one). At most two jobs a worker are held at a time.
 
@@ -334,7 +334,7 @@ def parallel_map(task: Callable, jobs: Iterable, workers: int) -> Iterator:
     """
     if not workers:
         has_affinity = hasattr(os, "sched_getaffinity")
-        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        workers = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     if workers == 1:
         yield from map(task, jobs)
         return

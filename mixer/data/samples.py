@@ -19,6 +19,7 @@ from mixer.data.config import Manifest
 STEPS_AHEAD = 2
 ROUNDS = 6
 
+Indices = Sequence[int] | np.ndarray  # of samples
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch, tokens)
 
 
@@ -27,7 +28,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """The samples `indices` as two tensors, each int64 (batch, tokens). Every sample has as
         many tokens, padded where it is shorter.
         """
@@ -99,7 +100,7 @@ class TokenFile:
     def __len__(self) -> int:
         return int(self.samples_before[-1])
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """Inputs and targets of the samples `indices`, each int64 (batch, context); padding has
         target -100.
         """
@@ -137,7 +138,7 @@ class TokenFile:
         Raises UserError if the file no longer has them, which was whole when it was opened.
         """
         numbers = np.empty(end - start, self.dtype if suffix == "bin" else "<i8")
-        buffer = numbers.view(np.uint8)
+        buffer = numbers.view(np.uint8).data
         offset = start * numbers.itemsize
         filled = 0
         try:
@@ -271,7 +272,7 @@ class Batches:
         starts = range(position + self.first, position + self.step_samples, self.stride)
         batches = [self.data.batch(self.order.indices(start, self.batch_size)) for start in starts]
         if self.pin:
-            batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
+            return [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in batches]
         return batches
 
     def close(self) -> None:
@@ -280,4 +281,5 @@ class Batches:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """From pinned memory, the copy to a GPU does not wait for the work that is queued there."""
-    return tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+    inputs, targets = batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)

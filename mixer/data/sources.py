@@ -18,11 +18,11 @@ import os
 import shlex
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from mixer.common.errors import Say, UserError, first_line, say_on_stderr
 from mixer.common.files import as_path, sha256
@@ -139,7 +139,7 @@ def shard_texts(shard: Shard) -> Iterator[str | list[str] | Path]:
     config = shard.config
     number = 1
     try:
-        for row in READERS[config.source](shard):
+        for row in _rows(shard):
             yield _text(row, config)
             number += 1
     except UserError:
@@ -166,7 +166,8 @@ def _text(row: object, config: DataConfig) -> str | list[str] | Path:
         raise ValueError(f"it holds {type(row).__name__}, not an object")
     if not row:
         return ""
-    texts = [row.get(name) for name in (config.text_field, config.pair_field) if name]
+    names = filter(None, (config.text_field, config.pair_field))
+    texts: list[Any] = [row.get(name) for name in names]
     if None in texts:
         return sorted(row)
     for text in texts:
@@ -194,14 +195,28 @@ def text_hash(text: str) -> int:
 # --- the rows of a shard, each a dict ----------------------------------------
 
 
-def _open_zst(file: Path, mode: str) -> BinaryIO:
+def _rows(shard: Shard) -> Iterable[object]:
+    if shard.file is None:
+        return _hub_rows(shard.config)
+    return READERS[shard.config.source](shard.file, shard.config)
+
+
+Opened = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
+
+
+def _open_zst(file: Path, mode: str) -> Opened:
     import pyarrow  # it comes with `datasets`
 
     # Opened here, where a name need not be UTF-8.
     return io.BufferedReader(pyarrow.input_stream(open(file, "rb"), compression="zstd"))
 
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst}
+OPENERS: dict[str, Callable[..., Opened]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zst,
+}
 
 
 def _compressible(*suffixes: str) -> tuple[str, ...]:
@@ -218,48 +233,47 @@ def source_of_rows(file: Path) -> str:
     return next((source for source in SUFFIXES if name.endswith(SUFFIXES[source])), "")
 
 
-def _open(file: Path) -> BinaryIO:
+def _open(file: Path) -> Opened:
     """Opens a file for reading; a compressed one, which its suffix shows, as what it holds."""
-    return OPENERS.get(file.suffix.lower(), open)(file, "rb")
+    opener = OPENERS.get(file.suffix.lower())
+    return opener(file, "rb") if opener else open(file, "rb")
 
 
-def _text_row(shard: Shard) -> Iterator[dict | Path]:
-    with _open(shard.file) as file:  # bytes, not text mode: line ends stay as they are
-        data = file.read()
-    text = decoded(data, shard.file)
-    yield shard.file if text is None else {shard.config.text_field: text}
+def _text_row(file: Path, config: DataConfig) -> Iterator[dict | Path]:
+    with _open(file) as opened:  # bytes, not text mode: line ends stay as they are
+        data = opened.read()
+    text = decoded(data, file)
+    yield file if text is None else {config.text_field: text}
 
 
-def _builtin_row(shard: Shard) -> Iterator[dict]:
+def _builtin_row(file: Path, config: DataConfig) -> Iterator[dict]:
     with suppress(UnicodeDecodeError):  # a few tests of Python are not UTF-8 on purpose
-        yield {shard.config.text_field: shard.file.read_bytes().decode("utf-8")}
+        yield {config.text_field: file.read_bytes().decode("utf-8")}
 
 
-def _json_rows(shard: Shard) -> Iterator[object]:
+def _json_rows(file: Path, config: DataConfig) -> Iterator[object]:
     """A row a line, or all of the file one array of rows."""
-    with _open(shard.file) as file:
-        if file.peek(4).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            yield from json.load(file)
+    with _open(file) as opened:
+        if opened.peek(4).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            yield from json.load(opened)
         else:
-            yield from (json.loads(line) if line.strip() else {} for line in file)
+            yield from (json.loads(line) if line.strip() else {} for line in opened)
 
 
-def _parquet_rows(shard: Shard) -> Iterator[dict]:
+def _parquet_rows(file: Path, config: DataConfig) -> Iterator[dict]:
     from pyarrow.parquet import ParquetFile
 
-    text_field = shard.config.text_field
-    with open(shard.file, "rb") as opened, ParquetFile(opened) as file:
+    with open(file, "rb") as opened, ParquetFile(opened) as table:
         # Without the text field, an error names those that there are.
-        has_text = text_field in file.schema_arrow.names
-        columns = [text_field, shard.config.pair_field] if has_text else None
-        for batch in file.iter_batches(256, columns=columns):
+        has_text = config.text_field in table.schema_arrow.names
+        columns = [config.text_field, config.pair_field] if has_text else None
+        for batch in table.iter_batches(256, columns=columns):
             yield from batch.to_pylist()
 
 
-def _hub_rows(shard: Shard) -> Iterable[dict]:
+def _hub_rows(config: DataConfig) -> Iterable[object]:
     from datasets import load_dataset, load_from_disk
 
-    config = shard.config
     path = as_path(config.path)
     if (path / "state.json").is_file():  # written by save_to_disk, without splits
         return load_from_disk(path)
@@ -273,7 +287,6 @@ READERS = {
     "text": _text_row,
     "jsonl": _json_rows,
     "parquet": _parquet_rows,
-    "hub": _hub_rows,
 }
 
 

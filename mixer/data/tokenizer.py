@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
@@ -293,7 +293,7 @@ class TextBytes:
 
     def _starts(self, before: np.ndarray, tokens: np.ndarray) -> int:
         """How many of the tokens are the first of a text, from the one `before` each."""
-        return np.count_nonzero((before == self.eos) & (tokens != self.eos))
+        return int(np.count_nonzero((before == self.eos) & (tokens != self.eos)))
 
     def count(self, tokens: np.ndarray, before: np.ndarray | None = None) -> float:
         """Of tokens (tokens,), from the one `before` each; by default an EOS is the first one's."""
@@ -309,7 +309,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     backend = tokenizer.backend_tokenizer
     decode = backend.decoder.decode if backend.decoder else " ".join
     added_tokens = backend.get_added_tokens_decoder().values()
-    no_text = {token.content for token in added_tokens if token.special}
+    no_text: set[str | None] = {token.content for token in added_tokens if token.special}
     no_text.add(getattr(backend.model, "unk_token", None))
     # Between others: decoders treat the first and the last token in their own ways.
     bytes_around = len(decode(["a", "a"]))

@@ -31,7 +31,7 @@ SAME_SIGNAL_SECONDS = 1.0
 # The groups of processes, which are never destroyed. Python holds its lock while it destroys an
 # object, and a group of gloo's waits for its threads then: one that has just ended an operation may
 # itself wait for that lock, to let go of a tensor.
-LASTING_GROUPS: list[dist.ProcessGroup] = []
+LASTING_GROUPS: list[Any] = []
 STOPPING = b"stopping after this step; the same signal again stops at once\n"
 
 
@@ -138,6 +138,7 @@ def build_accelerator(precision: str) -> Accelerator:
         raise refusal from error
     if accelerator.distributed_type == DistributedType.FSDP and precision != "no":
         plugin = accelerator.state.fsdp_plugin
+        assert plugin is not None and plugin.mixed_precision_policy is not None
         # Gradients are summed in fp32, as in DDP; accelerate would sum them in the compute type.
         plugin.mixed_precision_policy = dataclasses.replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=torch.float32
@@ -168,7 +169,9 @@ class Stop:
     def ask(self) -> None:
         if self.group is not None:
             self.signals = torch.tensor(int(self.number != 0))
-            self.asked = dist.all_reduce(self.signals, group=self.group, async_op=True)
+            asked = dist.all_reduce(self.signals, group=self.group, async_op=True)
+            assert asked is not None  # as this process is in the group
+            self.asked = asked
 
     def agreed(self) -> bool:
         if self.group is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
+from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerFast, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
@@ -84,6 +84,7 @@ class Writer:
 
     def write(self, ids: Tensor, show: Show, seed: int) -> None:
         """Shows the prompt of these `tokens`, and its continuation."""
+        assert isinstance(self.model, GenerationMixin)
         set_seed(seed)
         inputs = ids.to(self.device)
         with self.memory():
@@ -127,9 +128,11 @@ class ShownText(BaseStreamer):
         return self.ids[:end]
 
     def text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(
+        text = self.tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        assert isinstance(text, str)  # as of one list of ids
+        return text
 
     def show_up_to(self, text: str) -> None:
         if new := text[self.shown :]:

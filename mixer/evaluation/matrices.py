@@ -54,7 +54,7 @@ def write_matrices(checkpoint: Path, output: Path) -> None:
 
 def mixing_matrices(layer: nn.Module) -> Matrices:
     """The matrices of a layer: "W", or such as "W2 head 0 tap 1" where there are several."""
-    convs = [module for module in layer.mixing.modules() if isinstance(module, TriangularConv)]
+    convs = [module for module in layer.modules() if isinstance(module, TriangularConv)]
     matrices = {}
     for number, conv in enumerate(convs, 1):
         # (heads, taps, context, context)
@@ -110,13 +110,15 @@ def plot_layer(layer: int, matrices: Matrices, output: Path) -> None:
     stack = np.array(list(matrices.values()))  # (matrices, context, context)
     lower = np.tri(stack.shape[-1], dtype=bool)
     limit = float(np.quantile(np.abs(stack[:, lower]), 0.95)) or 1.0
+    images = []
     for number, (name, matrix) in enumerate(matrices.items(), 1):
         axes = figure.add_subplot(rows, columns, number, facecolor="#eeeeee")
         image = axes.imshow(np.where(lower, matrix, np.nan), cmap="RdBu_r", vmin=-limit, vmax=limit)
+        images.append(image)
         axes.grid(False)
         title = f"Layer {layer}, {name.removeprefix('W ')}"
         axes.set(title=title, xlabel="input token", ylabel="output token")
-    figure.colorbar(image, ax=figure.axes, extend="both", aspect=20 * rows)
+    figure.colorbar(images[-1], ax=figure.axes, extend="both", aspect=20 * rows)
     figure.savefig(output)
 
 

@@ -68,6 +68,7 @@ def representation(
     for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
         embedding = tested.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor)
         inverse = torch.linalg.pinv(embedding)
         for layer in layers:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
@@ -118,13 +119,14 @@ def blocks(body: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def first_layers(model: nn.Module, layer: int) -> Callable[[Tensor], Tensor]:
+def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor], Tensor]:
     """The map from embedded tokens to the output of block `layer`, both (texts, tokens, channels).
     Blocks are counted from 1; layer 0 is the embedding itself.
     """
     if layer == 0:
         return lambda embedded: embedded
     body = copy.deepcopy(model.base_model)
+    assert isinstance(body, PreTrainedModel)
     del blocks(body)[layer:]  # the output of later blocks is not needed
     tensors = {}  # what goes into the first block, and what comes out of the last
 
@@ -159,16 +161,15 @@ def reconstruct(
     guess = torch.randn(embedded.shape, generator=generator).to(embedded.device).requires_grad_()
     with torch.no_grad():
         target = layers(embedded)[:, read]
-    first_distance = None
+    distances = []
     for step in range(steps + 1):
         distance = (layers(guess)[:, read] - target).abs().sum((1, 2))  # (texts,)
-        if first_distance is None:
-            first_distance = distance.detach()
+        distances.append(distance.detach())
         if step < steps:
             (gradient,) = torch.autograd.grad(distance.sum(), guess)
             with torch.no_grad():
                 guess -= LR * (1 - 0.9 * step / steps) * gradient
-    return guess.detach(), (distance.detach() / first_distance).mean().item()
+    return guess.detach(), (distances[-1] / distances[0]).mean().item()
 
 
 def hamming_score(guess: Tensor, tokens: Tensor, inverse: Tensor) -> float:

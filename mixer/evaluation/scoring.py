@@ -11,6 +11,7 @@ long ("full", as in lm-evaluation-harness).
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ def join_processes(device: torch.device) -> Process:
     if not is_launched() or os.environ["WORLD_SIZE"] == "1":
         return Process(device)
     state = PartialState(cpu=device.type == "cpu")
+    assert state.device is not None
     return Process(state.device, state.process_index, state.num_processes)
 
 
@@ -55,7 +57,7 @@ def context_of(model: PreTrainedModel) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def check_length(tokens: int, model: PreTrainedModel, checkpoint: str, request: str) -> None:
+def check_length(tokens: int, model: PreTrainedModel, checkpoint: str | Path, request: str) -> None:
     """Raises UserError if a model reads fewer tokens. Its message begins with the `request`, such
     as "--window is 512".
     """
@@ -106,7 +108,7 @@ def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_causality(model: nn.Module, tokens: np.ndarray, dtype: str) -> None:
+def check_causality(model: PreTrainedModel, tokens: np.ndarray, dtype: str) -> None:
     """Raises UserError where logits move before the first of several changed tokens.
 
     tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in TOLERANCE.

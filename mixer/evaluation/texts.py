@@ -49,7 +49,9 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         name = f"held-out samples of the task {objective.data.source}"
         return Text(name, streams, samples=samples)
     else:
-        text = validation_text(as_path(options.data_directory), window, tokenizer)
+        directory = options.data_directory
+        assert directory is not None  # or the options would have been refused
+        text = validation_text(as_path(directory), window, tokenizer)
     if options.first_token == "eos":
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")
@@ -148,10 +150,13 @@ def shortened(
     to. extent: of the cut, in words.
     """
     text_bytes = TextBytes(tokenizer, text.streams, text.bytes)
+    separator = tokenizer.eos_token or "\n"
+    assert isinstance(separator, str)
     words = 0
     for tokens in streams:
         document = tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
-        words += len(document.replace(tokenizer.eos_token or "\n", "\n").split())
+        assert isinstance(document, str)
+        words += len(document.replace(separator, "\n").split())
     return Text(
         name=f"{text.name} ({extent})",
         streams=streams,

@@ -47,7 +47,7 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
     if model.architecture == "masked_mixer":
         options = {item.name: getattr(model, item.name) for item in fields(MixerOptions)}
         return MaskedMixerConfig(vocab_size=vocab_size, eos_token_id=eos_token_id, **options)
-    of_run = {
+    of_run: dict[str, Any] = {
         "vocab_size": vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
         "eos_token_id": eos_token_id,
@@ -55,20 +55,21 @@ def model_config(model: ModelConfig, vocab_size: int, eos_token_id: int | None) 
         "pad_token_id": None,  # a token of padding would get no embedding
     }
     if model.architecture == "auto":
+        assert isinstance(model.config, dict)  # which the file has been replaced by
         return _config_of_file(model.config, of_run)
     default_width = max(1, round(model.hidden_size * 8 / 3 / 64)) * 64
     heads = attention_heads(model)
-    return CONFIG_MAPPING[model.architecture](
-        **of_run,
-        hidden_size=model.hidden_size,
-        num_hidden_layers=model.num_hidden_layers,
-        intermediate_size=model.intermediate_size or default_width,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=model.hidden_size // heads,
-        rms_norm_eps=model.layer_norm_eps,
-        tie_word_embeddings=model.tie_word_embeddings,
-    )
+    of_model = {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "intermediate_size": model.intermediate_size or default_width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": model.hidden_size // heads,
+        "rms_norm_eps": model.layer_norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
+    }
+    return CONFIG_MAPPING[model.architecture](**of_run | of_model)
 
 
 def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTrainedConfig:

@@ -92,13 +92,13 @@ class JobAfterImport(MetaPathFinder):
 
     def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == self.name else None
-        if spec is not None:
-            execute = spec.loader.exec_module
+        if spec is not None and (loader := spec.loader) is not None:
+            execute = loader.exec_module
 
             def execute_and_do(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
                 self.job(module)
 
-            spec.loader.exec_module = execute_and_do
+            loader.exec_module = execute_and_do
         return spec

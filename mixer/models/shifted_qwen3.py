@@ -12,6 +12,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from mixer.common.errors import UserError
 
@@ -44,11 +45,12 @@ class ShiftedQwen3Model(Qwen3Model):
     def __init__(self, config: ShiftedQwen3Config):
         super().__init__(config)
         for layer in self.layers:
+            assert isinstance(layer, Qwen3DecoderLayer)
             keys = layer.self_attn.k_proj
             layer.self_attn.k_proj = ShiftedKeys(keys.in_features, keys.out_features)
         self.post_init()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs):
+    def forward(self, input_ids: torch.LongTensor, attention_mask: Tensor | None = None, **kwargs):
         if attention_mask is not None and not attention_mask[:, 0].all():
             raise UserError("a shifted_qwen3 reads no padding on the left: give one text at a time")
         # What transformers calls a cache depends on its version.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.terminal import counted
 from mixer.data.prepare import Data
-from mixer.data.samples import Batch, Samples, to_device
+from mixer.data.samples import Batch, Samples, TokenFile, to_device
 from mixer.data.tokenizer import TextBytes
 from mixer.distributed.world import Process
 from mixer.objectives.objective import Group, Loss, Objective
@@ -155,6 +155,7 @@ class Language(Objective):
     """The next token of texts."""
 
     def counts_targets(self, data: Data) -> bool:
+        assert isinstance(data.training, TokenFile)
         return not data.training.packed
 
     def loss(self, model: PreTrainedModel, group: Group = None) -> TokenLoss:

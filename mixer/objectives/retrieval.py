@@ -3,7 +3,6 @@ hidden state of its last token, the loss of pairs, and how often a text finds it
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from mixer.common.errors import Say, UserError
 from mixer.common.terminal import counted
 from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
-from mixer.data.samples import Batch, TokenFile, to_device
+from mixer.data.samples import Batch, Indices, Samples, TokenFile, to_device
 from mixer.distributed.world import Process
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
 from mixer.objectives.objective import Group, Loss, Objective
@@ -46,7 +45,7 @@ class PairFile(TokenFile):
         self.are_rows = "pair_field" in self.manifest.settings
         return np.ones_like(sizes) if self.are_rows else sizes // (2 * self.context)
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """The queries and the targets of the pairs `indices`, each int64 (batch, context), with
         -100 behind the end of a text.
         """
@@ -188,7 +187,7 @@ class PairScores:
 
 @torch.no_grad()
 def score_pairs(
-    loss: PairLoss, pairs: PairFile, most: int, batch_size: int, process: Process
+    loss: PairLoss, pairs: Samples, most: int, batch_size: int, process: Process
 ) -> PairScores:
     """Scores at most `most` pairs, spread evenly over a split; the processes share them.
 
@@ -236,7 +235,9 @@ class Retrieval(Objective):
 
     def loss(self, model: PreTrainedModel, group: Group = None) -> PairLoss:
         if not model.config.tie_word_embeddings:  # without a gradient, for which DDP would wait
-            model.get_output_embeddings().requires_grad_(False)
+            output = model.get_output_embeddings()
+            assert output is not None
+            output.requires_grad_(False)
         return PairLoss(model, self.train.temperature, group)
 
     def validate(

@@ -10,7 +10,6 @@ Only the answers are scored: the copied tokens, and the values at the end.
 """
 
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from mixer.common.errors import Say, UserError
 from mixer.data.config import DataConfig, Manifest, check
 from mixer.data.prepare import Data
-from mixer.data.samples import Batch, hash_number, mixed
+from mixer.data.samples import Batch, Indices, hash_number, mixed
 from mixer.data.tokenizer import END_OF_TEXT, TextBytes, fit_to_models
 from mixer.objectives.language import Language
 
@@ -67,7 +66,7 @@ class TaskSamples:
     def __len__(self) -> int:
         return self.samples
 
-    def batch(self, indices: Sequence[int]) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         """Inputs and targets of the samples `indices`, each int64 (batch, context); targets that
         are no answers are -100.
         """
@@ -137,7 +136,7 @@ def open_task(config: DataConfig, context: int) -> Data:
     for split, samples in splits.items():
         digest = hashlib.sha256()
         for tensor in samples.batch(range(HASHED)):
-            digest.update(tensor.numpy())
+            digest.update(tensor.numpy().tobytes())
         recorded[split] = {
             "documents": len(samples),
             "bytes": 0,

@@ -12,7 +12,7 @@ gives the same bits each time. triangular.py has checked shapes, dtypes and devi
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +54,9 @@ class Params(ctypes.Structure):
 # ------------------------------------------------------------------------- the operator
 
 
-def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
+def triangular_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
     """y, given a weight (heads, taps, context, context) or by lag (heads, taps, window). The
     kernels have one tap; several are a sum of calls. By lag, the bias is (heads, any number), of
     which later tokens have the last.
@@ -72,6 +74,7 @@ def triangular_conv(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Te
     for tap, tap_weight in enumerate(weight.unbind(1)):
         shifted = seen_by_tap(x_by_head, tap, taps).flatten(2)
         y = conv(shifted, tap_weight, bias if tap == 0 else None, y)
+    assert y is not None  # there is a tap
     return y
 
 
@@ -321,13 +324,14 @@ def rows(x: Tensor) -> Tensor:
 
 def params_of(
     like: Tensor,
-    shape: tuple[int, int, int],
+    shape: Sequence[int],
     heads: int,
     window: int,
-    tensors: dict[str, Tensor | None],
+    tensors: Mapping[str, Tensor | None],
 ) -> Params:
-    """The structure for x of this shape, with the type and device of `like`, and with the addresses
-    and strides of the tensors, or of copies that kernels can read, under their names.
+    """The structure for x of this shape, (batch, tokens, channels), with the type and device of
+    `like`, and with the addresses and strides of the tensors, or of copies that kernels can read,
+    under their names.
     """
     batch, tokens, channels = shape
     params = Params(batch=batch, tokens=tokens, channels=channels, context=tokens, heads=heads)

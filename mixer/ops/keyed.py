@@ -73,6 +73,8 @@ def keyed_conv(
     """
     query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, weight, bias, lags, decay, backend)
+    mixing = weight if lags is None else lags
+    assert mixing is not None and bias is not None  # or _check would have raised
     heads, context = bias.shape
     tokens = query.shape[1]
     key_size = query.shape[-1] // heads
@@ -84,7 +86,7 @@ def keyed_conv(
             query.device, query.dtype, key_size, value_size, context, lags is not None
         )
     ):
-        return by_kernels(query, key, value, weight if lags is None else lags, bias, decay)
+        return by_kernels(query, key, value, mixing, bias, decay)
     return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
 
 
@@ -194,16 +196,15 @@ def fault(
         "bias": (heads, context),
     }
 
-    def kernels(*tensors: Tensor) -> Tensor:
-        return by_kernels(*tensors, decay)
-
     def expected(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor) -> Tensor:
         if by_lag:
             return plain.keyed_conv(query, key, value, None, bias, lags=mixing, decay=decay)
         return plain.keyed_conv(query, key, value, mixing, bias)
 
     try:
-        return cuda.apart(kernels, expected, shapes, device, dtype)
+        return cuda.apart(
+            functools.partial(by_kernels, decay=decay), expected, shapes, device, dtype
+        )
     except Exception as error:  # what Triton and CUDA raise has no type of its own
         return first_line(error)
 

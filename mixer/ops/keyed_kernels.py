@@ -12,6 +12,9 @@ from which a tile of a weight by lag is read.
 
 This module is imported only where the kernels run: it needs Triton.
 """
+# Triton compiles the kernels: what it fills in, and branches that it leaves out, are unlike Python.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 
 import torch
 import triton
@@ -614,6 +617,7 @@ def pointers(weights: Weights, turned: bool = False) -> tuple[Tensor, Tensor, Te
     nothing reads those.
     """
     if weights.rest is not None:
+        assert weights.falls is not None  # as with each strip
         return weights.tiles[:, int(turned)], weights.rest, weights.falls
     packed = weights.tiles.transpose(1, 2).contiguous() if turned else weights.tiles
     return packed, packed, packed

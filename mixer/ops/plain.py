@@ -9,6 +9,8 @@ Shapes used throughout: x, y, residual (batch, tokens, channels); weight (heads,
 context), output first; bias (heads, context).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,18 +25,18 @@ FEW_LAGS = 16  # of which each is a product of its own
 EPSILON = 1e-6  # of the norm of queries and keys
 
 
-def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def in_autocast_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """The tensors in autocast's dtype where it is on, except fp64. Autocast itself leaves the
     output of an embedding in fp32, and with it the residual stream: norms and sums would move twice
-    the bytes.
+    the bytes. None stays None.
     """
-    first = tensors[0]
-    device = first.device.type
-    if first.is_meta or first.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    tensors = (x, *others)
+    device = x.device.type
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     # to() costs the host a dispatch even where it changes nothing
-    return tuple(x if x is None or x.dtype == dtype else x.to(dtype) for x in tensors)
+    return tuple(t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -77,17 +79,20 @@ def triangular_conv(
     and multiplied in full.
     """
     tokens = x.shape[1]
-    heads, taps = (weight if lags is None else lags).shape[:2]
+    mixing = weight if lags is None else lags
+    assert mixing is not None
+    heads, taps = mixing.shape[:2]
     x_by_head = split_heads(x, heads)  # (heads, batch, tokens, channels of a head)
-    y = None
+    y: Tensor | None = None
     for tap in range(taps):
         inputs = seen_by_tap(x_by_head, tap, taps)
         if lags is None:
-            triangle = weight[:, tap, :tokens, :tokens].tril().to(x.dtype)
+            triangle = mixing[:, tap, :tokens, :tokens].tril().to(x.dtype)
             mixed = by_each_head(triangle, inputs)
         else:
             mixed = mix_by_lag(inputs, lags[:, tap].to(x.dtype))
         y = mixed if y is None else y + mixed
+    assert y is not None  # there is a tap
     if bias is not None:
         y = y + for_positions(tokens, bias)[:, None, :tokens, None].to(y.dtype)
     y = merge_heads(y)
@@ -152,7 +157,9 @@ def mix_rows(
     products = (rows.flatten(2, 3) @ memory).unflatten(2, (taps, new))
     # A shift over the channels may come before or after the mixing of tokens. Shifting the few
     # results is cheaper than shifting all inputs.
-    y = sum(seen_by_tap(products[:, :, tap], tap, taps) for tap in range(taps))
+    y = seen_by_tap(products[:, :, 0], 0, taps)
+    for tap in range(1, taps):
+        y = y + seen_by_tap(products[:, :, tap], tap, taps)
     if bias is not None:
         y = y + at(positions, bias)[..., None].to(y.dtype)  # (batch or 1, heads, new, 1)
     y = y.transpose(1, 2).flatten(2)
@@ -223,7 +230,7 @@ def keyed_conv(
     """
     tokens = query.shape[1]
     heads, context = bias.shape
-    if weight is None and tokens <= context:  # past it, a square would be larger than all else
+    if lags is not None and tokens <= context:  # past it, a square would be larger than all else
         weight = weight_by_lag(lags, decay, tokens)
     bias = for_positions(tokens, bias)
     query = by_head(query, heads)
@@ -243,10 +250,11 @@ def keyed_conv(
         first = max(0, start + 1 - context)  # the first key that a query of this panel reads
         panel_positions = positions[None, start:end] - first
         lag = lags_from(panel_positions, end - first)
-        if weight is None:
-            rows = rows_by_lag(lags, decay, panel_positions, lag)[0, :, 0]
-        else:
+        if weight is not None:
             rows = weight[:, 0, start:end, first:end].tril(start - first)
+        else:
+            assert lags is not None
+            rows = rows_by_lag(lags, decay, panel_positions, lag)[0, :, 0]
         output = mix_keyed(
             query[:, :, start:end],
             key[:, :, first:end],

@@ -73,6 +73,7 @@ def triangular_conv(
     x, residual = in_autocast_dtype(x, residual)
     _check(x, weight, lags, bias, residual, backend)
     mixing = weight if lags is None else lags
+    assert mixing is not None  # or _check would have raised
     if kernels_take(backend, x, mixing.shape[0]):
         return cuda.triangular_conv(x, mixing, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
@@ -175,7 +176,7 @@ def constant_in_a_graph(function: Callable) -> Callable:
     it compiles. torch.compiler.assume_constant_result does the same, but imports the compiler,
     which takes longer than the rest of PyTorch.
     """
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
 
 

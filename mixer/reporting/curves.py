@@ -23,10 +23,12 @@ def plot_training(run: Path, output: Path, published: str | None = None) -> None
         raise UserError(f"{run} has no training loss yet: let the run log a step first")
     title = f"{short_name(run.resolve().name)}: loss"
     with curves(output, title, "optimizer step", "loss (nats)") as axes:
-        axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8)
         centres, means = smooth(steps, losses)
+        if len(means) < len(losses):
+            label = "training, as logged"
+            axes.plot(steps, losses, color=GREY, alpha=0.3, linewidth=0.8, label=label)
         axes.plot(centres, means, "o-", color=GREY, label=f"training: {means[-1]:.3f} at the end")
-        evaluated, losses = series(lines, "validation_loss")
+        evaluated, losses = without_start(*series(lines, "validation_loss"))
         if evaluated:
             label = f"validation: {losses[-1]:.3f} at the end"
             axes.plot(evaluated, losses, "o-", lw=2.2, label=label)
@@ -54,6 +56,14 @@ def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
         raise UserError(f"{file} is not a file of losses by step; allowed: {form}") from None
 
 
+def without_start(steps: list[int], losses: list[float]) -> tuple[list[int], list[float]]:
+    """Without the evaluation before the first step, if there are others: a line from there to the
+    next one would be no curve.
+    """
+    first = 1 if len(steps) > 1 and steps[0] == 0 else 0
+    return steps[first:], losses[first:]
+
+
 def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[float]]:
     """Steps and values as means over up to MOST_MEANS stretches of nearly as many values."""
     length = 1 + (len(steps) - 1) // MOST_MEANS
@@ -69,7 +79,7 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
     drawn = []  # (name, seconds, losses, bits) of each run
     for name in runs:
         lines = read_metrics(name)
-        steps, losses = series(lines, "validation_loss")
+        steps, losses = without_start(*series(lines, "validation_loss"))
         if not steps:
             raise UserError(f"{name} has no validation loss yet: see train.eval_every")
         # Of training: with compilation, without evaluation and saving.
@@ -77,7 +87,7 @@ def compare_runs(runs: list[str], output: Path) -> list[dict]:
         logged_steps, window_seconds = series(windows, "seconds")
         seconds_at_logged = np.cumsum([0.0, *window_seconds])
         seconds = np.interp(steps, [0, *logged_steps], seconds_at_logged).tolist()
-        bits = series(lines, "validation_bits_per_byte")[1] or ["-"]
+        bits = without_start(*series(lines, "validation_bits_per_byte"))[1] or ["-"]
         row = {
             "run": name,
             "steps": steps[-1],

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,8 +17,9 @@ import numpy as np
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 GREY = "#777777"
 PLAIN = "{x:,g}"  # the marks of an axis
+Layout = Literal["constrained", "compressed", "tight"]  # of a figure
 LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
-STYLE = {
+STYLE: dict[Any, object] = {
     "figure.constrained_layout.use": True,
     "font.size": 11,
     "text.parse_math": False,  # names of runs may have a $
@@ -39,14 +41,16 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def new_figure(figsize: tuple[float, float] | None = None, layout: str | None = None):
+def new_figure(figsize: tuple[float, float] | None = None, layout: Layout | None = None):
     """A figure in our style, which needs no display and none of pyplot's global state. figsize:
     (width, height) in inches. layout: one of matplotlib's, in place of the style's.
     """
     import matplotlib
+    from cycler import cycler
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=COLOURS)})
+    matplotlib.rcParams.update(STYLE)
+    matplotlib.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)
     return Figure(figsize=figsize, layout=layout)
 
 

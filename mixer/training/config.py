@@ -301,8 +301,8 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
         candidates.append(as_path(run.checkpoint.resume))
     candidates.append(init_from)
     files = [path / "config.json" for path in candidates]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
+    file = next((file for file in files if file.is_file()), init_from / "config.json")
+    if not file.is_file():
         try:
             existing(init_from)  # says what is there instead
         except UserError as error:

@@ -167,8 +167,8 @@ class Trainer:
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
         step_targets = self.step_tokens
         if self.counts_targets:  # of all processes
-            rank_targets = sum((targets != -100).sum() for _, targets in micro_batches)
-            step_targets = self.world.sum(rank_targets)
+            targets_of_batches = [(targets != -100).sum() for _, targets in micro_batches]
+            step_targets = self.world.sum(torch.stack(targets_of_batches).sum())
 
         # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
         # gradient of the mean over all target tokens of the step.

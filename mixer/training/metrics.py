@@ -108,9 +108,9 @@ class Metrics:
     def _note(self, line: dict[str, Any]) -> None:
         if "validation_loss" in line:
             self.validation_losses[line["step"]] = line["validation_loss"]
-        if self.tracker and line["step"] >= self.tracked:
+        if (tracker := self.tracker) and line["step"] >= self.tracked:
             values = {key: value for key, value in line.items() if key != "step"}
-            self._try(lambda: self.tracker.log(values, step=line["step"]))
+            self._try(lambda: tracker.log(values, step=line["step"]))
 
     def _try(self, call: Callable[[], Any]) -> Any:
         """Calls the tracker, and stops using it if that fails: it may not be installed, nobody may

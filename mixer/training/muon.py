@@ -35,14 +35,14 @@ class Matrix:
     Attributes:
         weight, gradient, momentum: (rows, columns), or only these rows.
         shape: of the whole matrix.
-        counts: how many of its rows each process holds; None where each holds all.
+        counts: how many of its rows each process holds; empty where each holds all.
     """
 
     weight: Tensor
     gradient: Tensor
     momentum: Tensor
     shape: tuple[int, int]
-    counts: list[int] | None
+    counts: list[int]
 
 
 class Muon(torch.optim.Optimizer):
@@ -99,19 +99,20 @@ class Muon(torch.optim.Optimizer):
                     for matrix in self._matrices(parameter):
                         batches[matrix.shape].append(matrix)
             for matrices in batches.values():
-                is_sharded = matrices[0].counts is not None
+                is_sharded = len(matrices[0].counts) > 0
                 most = max(MATRICES, processes) if is_sharded else MATRICES
                 for start in range(0, len(matrices), most):
                     self._update(matrices[start : start + most], settings)
 
     def _matrices(self, parameter: nn.Parameter) -> Iterator[Matrix]:
         """Each matrix of a parameter."""
+        assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         tensors = [parameter.detach(), parameter.grad, state["momentum"]]
         rows = self.rows.get(parameter, (len(parameter),))
-        counts = [None] * len(rows)
+        counts: list[list[int]] = [[] for _ in rows]
         here = rows  # of each matrix, on this process
         if isinstance(parameter, DTensor):
             tensors = [tensor.to_local() for tensor in tensors]
@@ -128,7 +129,7 @@ class Muon(torch.optim.Optimizer):
         gradients = [matrix.gradient for matrix in matrices]
         momenta = [matrix.momentum for matrix in matrices]
         skip, scale = skip_and_scale(self, weights[0].device)
-        if matrices[0].counts is None:
+        if not matrices[0].counts:
             stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
             updates = self._orthogonalize(stacked)
         else:
@@ -152,7 +153,7 @@ class Muon(torch.optim.Optimizer):
         all_gather(gathered, chunk, group=self.group)
         return gathered[: len(stacked)]
 
-    def _orthogonalize_shards(self, shards: Tensors, matrices: Sequence[Matrix]) -> Tensors:
+    def _orthogonalize_shards(self, shards: list[Tensor], matrices: Sequence[Matrix]) -> Tensors:
         """`iterate` for matrices of which each process holds some rows: each process gets its share
         of the matrices whole, and every process its rows of the results, one entry a matrix.
 
@@ -181,7 +182,7 @@ class Muon(torch.optim.Optimizer):
         return results.split([matrix.counts[rank] for matrix in matrices])
 
 
-def rows_by_process(whole: Tensor, matrices: Sequence[Matrix]) -> Tensors:
+def rows_by_process(whole: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
     """The rows that each process holds of whole matrices (matrices, rows, columns), as views: of
     the first process those of each matrix, then of the next one.
     """
@@ -205,7 +206,7 @@ def rows_of_processes(rows: Sequence[int], processes: int) -> list[list[int]]:
 
 def nesterov(
     gradients: Tensors, momenta: Tensors, momentum: float, skip: Tensor, scale: Tensor
-) -> Tensors:
+) -> list[Tensor]:
     """Updates the momenta in place; returns Nesterov's directions. skip and scale: of
     skip_and_scale; gradients that are skipped may not be finite.
     """
@@ -261,7 +262,7 @@ def iterate(x: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     # (matrices, shorter side, shorter side), SCALE^2 times too large, as the next ones
     gram = _multiply(x.mT, x) if tall else _multiply(x, x.mT)
-    product = None
+    product: Tensor | None = None
     for step in range(STEPS):
         # a I + b G + c G^2 of G = gram / SCALE^2
         polynomial = torch.baddbmm(gram, gram, gram, beta=B / SCALE**2, alpha=C / SCALE**4)
@@ -269,6 +270,7 @@ def iterate(x: Tensor) -> Tensor:
         product = polynomial if product is None else _multiply(polynomial, product)
         if step < STEPS - 1:
             gram = _multiply(_multiply(polynomial, gram), polynomial)
+    assert product is not None  # STEPS are several
     # `product` is symmetric. A transposed result would be slow to read for what comes next.
     return _multiply(x, product, 1 / SCALE) if tall else _multiply(product, x, 1 / SCALE)
 

@@ -51,7 +51,8 @@ def kinds_of(model: nn.Module) -> Kinds:
     - matrices are the weights of linear layers, but for the output layer and routers of experts;
     - all else counts as embeddings.
     """
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    get_output = getattr(model, "get_output_embeddings", None)
+    output = get_output() if get_output else None
     kinds = Kinds()
     seen = set()
     for path, module in model.named_modules():
@@ -61,8 +62,8 @@ def kinds_of(model: nn.Module) -> Kinds:
             if not parameter.requires_grad or parameter in seen:  # tied weights have two owners
                 continue
             seen.add(parameter)
-            if hasattr(module, "kind_of"):
-                field_name = module.kind_of(name)
+            if kind_of := getattr(module, "kind_of", None):
+                field_name = kind_of(name)
             elif is_vector(name, parameter, module):
                 field_name = "vectors"
             elif is_linear and module is not output and not is_router:
@@ -70,8 +71,9 @@ def kinds_of(model: nn.Module) -> Kinds:
             else:
                 field_name = "embeddings"
             getattr(kinds, field_name).append(parameter)
-            if field_name == "matrices" and len(getattr(module, "projection_sizes", ())) > 1:
-                kinds.rows[parameter] = module.projection_sizes
+            rows = getattr(module, "projection_sizes", ())
+            if field_name == "matrices" and len(rows) > 1:
+                kinds.rows[parameter] = rows
     return kinds
 
 
@@ -115,8 +117,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable | None = None) -> None:
         for optimizer in self.optimizers:
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf = getattr(self, "found_inf", None)
-                optimizer.grad_scale = getattr(self, "grad_scale", None)
+                optimizer.found_inf = getattr(self, "found_inf", None)  # pyright: ignore[reportAttributeAccessIssue]
+                optimizer.grad_scale = getattr(self, "grad_scale", None)  # pyright: ignore[reportAttributeAccessIssue]
             else:
                 for gradient in gradients_of(optimizer):
                     skip, scale = skip_and_scale(self, gradient.device)
@@ -139,7 +141,9 @@ def build_optimizer(
         compile: such as torch.compile; None where there is no compiler, or parameters are going to
             be sharded.
     """
-    return ChainedOptimizer(OPTIMIZERS[config.name](kinds_of(model), config, processes, compile))
+    build = OPTIMIZERS[config.name]
+    assert build is not None  # as this module has set it
+    return ChainedOptimizer(build(kinds_of(model), config, processes, compile))
 
 
 def adamw(
@@ -245,7 +249,8 @@ def clip(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float) -> None:
     The optimizer divides the gradients as it reads them, by what torch's optimizers call
     `grad_scale`. torch.nn.utils.clip_grad_norm_ would read and write all of them once more.
     """
-    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+    scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else None
+    optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Guard:
@@ -274,7 +279,7 @@ class Guard:
         if self.stop_at_first:
             bad = bad | (self.in_a_row > 0)
         if not self.scaled:
-            self.optimizer.found_inf = bad.float()
+            self.optimizer.found_inf = bad.float()  # pyright: ignore[reportAttributeAccessIssue]
         self.skipped += bad
         self.in_a_row = torch.where(bad, self.in_a_row + 1, 0)
 

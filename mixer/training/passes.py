@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, final_norm, flops_per_token
+from mixer.models.masked_mixer.modeling import MLP
 from mixer.objectives.objective import Group, Loss
 from mixer.training.config import RunConfig
 
@@ -35,7 +37,9 @@ def build_loss(model: PreTrainedModel, run: RunConfig, group: Group = None) -> L
 
 def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
     """Of a training step per token; without an output layer where nothing reads its logits."""
-    unread = model.get_output_embeddings().weight.numel() * (not run.objective.reads_logits)
+    output = model.get_output_embeddings()
+    assert output is not None
+    unread = output.weight.numel() * (not run.objective.reads_logits)
     flops = flops_per_token(model, run.model.max_position_embeddings)
     return flops["useful"] - 6.0 * unread
 
@@ -129,6 +133,7 @@ def compiled(function: Callable) -> Callable:
     """
     from torch._inductor import config
 
+    options: dict[str, Any]
     if hasattr(config, "deterministic"):
         options = {"deterministic": True}
     else:  # older versions: for block sizes, smaller blocks beside them, and padded products
@@ -183,9 +188,9 @@ class Passes:
         self.factor.copy_(factor) if isinstance(factor, Tensor) else self.factor.fill_(factor)
         self.graph.replay()
         if self.world.size > 1:
-            torch._foreach_copy_(self.sums, self.gradients)
+            torch._foreach_copy_(self.sums, self.gradients)  # pyright: ignore[reportPrivateImportUsage]
             dist.all_reduce(self.exchanged, dist.ReduceOp.AVG)  # DDP takes the mean, too
-            torch._foreach_copy_(self.gradients, self.sums)
+            torch._foreach_copy_(self.gradients, self.sums)  # pyright: ignore[reportPrivateImportUsage]
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
             weight.grad = gradient
         return self.nats
@@ -210,7 +215,7 @@ class Passes:
             ) from error
         self.graph = graph
         self.weights = [w for w in self.parallel.parameters() if w.grad is not None]
-        self.gradients = [weight.grad for weight in self.weights]
+        self.gradients = [w.grad for w in self.weights if w.grad is not None]
         if self.world.size > 1:
             in_bf16 = self.accelerator.mixed_precision == "bf16"
             dtype = torch.bfloat16 if in_bf16 else torch.float32
@@ -242,7 +247,7 @@ def set_recompute(model: PreTrainedModel, choice: str) -> None:
     """
     if choice == "activation":
         for module in model.modules():
-            if hasattr(module, "recompute_activation"):
+            if isinstance(module, MLP):
                 module.recompute_activation = True
     if choice == "block":
         # Newer versions of transformers have another name for it, and warn at the old one.

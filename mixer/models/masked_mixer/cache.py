@@ -6,10 +6,11 @@ mixing weight, not the triangle; and a decoding step as a CUDA graph.
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
+from types import MethodType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -21,7 +22,7 @@ from .configuration import RECURRENT
 FIELDS = BaseModelOutputWithPast.__dataclass_fields__
 CACHE = "cache" if "cache" in FIELDS else "past_key_values"
 ModuleId = tuple[int, int]  # the numbers of a block, and of a module in its mixing
-Blocks = Callable[..., Tensor]  # MaskedMixerModel._blocks, a method
+Blocks = MethodType  # MaskedMixerModel._blocks
 # Columns of a ring beside those that a token reads: so many tokens can be read at once, or dropped.
 SPARE = 64
 # The streams of deleted graphs, to be used again: torch keeps a cuBLAS workspace for each stream
@@ -47,6 +48,8 @@ class MixingCache(Cache):
     default there is no such limit.
     """
 
+    positions: Tensor  # set by the model before its blocks read tokens
+
     def __init__(self, config, static: bool = False, room: int = 0):
         super().__init__(layers=[])
         self.config = config
@@ -55,7 +58,6 @@ class MixingCache(Cache):
         self.length = 0
         self.longest = 0  # length that this text has had, before tokens were dropped
         self.memories: dict[ModuleId, Tensor] = {}
-        self.positions: Tensor | None = None
         self.has_padding = False
         self.captured: CapturedStep | None = None
 
@@ -87,7 +89,7 @@ class MixingCache(Cache):
         `reach`; returns the columns so far (`extended`).
         """
         batch, heads, tokens, channels = new.shape
-        columns = min(reach + SPARE, self.room, self.config.longest_text)
+        columns = int(min(reach + SPARE, self.room, self.config.longest_text))
         memory = self.memory(module_id, (batch, heads, columns, channels), new, new.dtype)
         if self.is_empty:
             memory[:, :, :tokens].copy_(last_rows(new, self.positions, columns))
@@ -158,7 +160,7 @@ class MixingCache(Cache):
     def _captured(self, blocks: Blocks, input_ids: Tensor) -> Tensor:
         if self.captured is not None and self.captured.fits(blocks, input_ids, self):
             return self.captured(input_ids, self.positions)
-        if any(p.device != input_ids.device for p in blocks.__self__.parameters()):
+        if any(p.device != input_ids.device for p in parameters_of(blocks)):
             return blocks(input_ids, self)  # hooks bring them for each step
         self.captured = CapturedStep(blocks, input_ids, self)
         return self.captured.first
@@ -228,8 +230,7 @@ class CapturedStep:
     def __init__(self, blocks: Blocks, input_ids: Tensor, cache: MixingCache):
         """Runs the first step, whose result is `first`, and captures it for later ones."""
         self.blocks = blocks
-        parameters = blocks.__self__.parameters()
-        self.addresses = [(parameter, parameter.data_ptr()) for parameter in parameters]
+        self.addresses = [(p, p.data_ptr()) for p in parameters_of(blocks)]
         # A reference keeps these tensors alive: the graph writes to their memory.
         self.memories = list(cache.memories.values())
         self.input_ids = input_ids.clone()
@@ -266,6 +267,12 @@ class CapturedStep:
         self.positions.copy_(positions)
         self.graph.replay()
         return self.x.clone()  # because the next replay overwrites x
+
+
+def parameters_of(blocks: Blocks) -> Iterator[nn.Parameter]:
+    model = blocks.__self__
+    assert isinstance(model, nn.Module)
+    return model.parameters()
 
 
 def can_capture(input_ids: Tensor) -> bool:

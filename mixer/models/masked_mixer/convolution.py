@@ -123,9 +123,10 @@ class TriangularConv(nn.Module):
             return triangular_conv(
                 x, bias=self.bias, residual=residual, backend=self.backend, **operands
             )
-        if x.shape[1] == 1 and operands["weight"] is not None:
+        weight = operands["weight"]
+        if x.shape[1] == 1 and weight is not None:
+            assert self.bias is not None  # as with each full weight
             inputs = past.extended(self.module_id, 1)
-            weight = operands["weight"]
             return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
         # (batch, heads, columns, channels of a head)
         inputs = past.append(self.module_id, by_head(x, self.heads), self.window)
@@ -187,6 +188,8 @@ class KeyedConv(TriangularConv):
     tokens' keys, as `mixer.ops.keyed_conv` defines it.
     """
 
+    bias: nn.Parameter
+
     def __init__(self, config: MaskedMixerConfig):
         super().__init__(config)
         self.key_size = config.mixer_key_size  # n
@@ -230,6 +233,8 @@ class LagConv(TriangularConv):
     mixing_window there is no bias, so nothing depends on the context.
     """
 
+    decay: Tensor | None
+
     def make_weight(self) -> None:
         self.window = self.config.mixing_window or self.context
         self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.window))
@@ -271,7 +276,7 @@ class KeyedLagConv(LagConv, KeyedConv):
         self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
         self.register_buffer("decay", torch.zeros(self.heads))
 
-    def make_bias(self) -> nn.Parameter:
+    def make_bias(self) -> nn.Parameter | None:
         return KeyedConv.make_bias(self)
 
     def operands(self) -> dict[str, Tensor | None]:
@@ -279,6 +284,7 @@ class KeyedLagConv(LagConv, KeyedConv):
 
     def _start(self) -> None:
         self.lags.zero_()
+        assert self.decay is not None
         self.decay.copy_(self._decays())
 
 
@@ -291,6 +297,8 @@ class RecurrentConv(TriangularConv):
     configuration has mixing_decay, `decay` (heads,): 1 - d^span, because half precision has few
     numbers just below 1. Tokens past the context use the last position's scale and bias.
     """
+
+    bias: nn.Parameter
 
     def make_weight(self) -> None:
         # So many heads go by row, the others by column.

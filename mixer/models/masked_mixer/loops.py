@@ -24,15 +24,17 @@ class InTransformersLoops(GenerationMixin):
     on the left, which nothing predicts.
     """
 
+    config: MaskedMixerConfig
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             static = generation_config.cache_implementation == "static"
             model_kwargs[CACHE] = MixingCache(self.config, static)
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args):
-        super()._validate_generated_length(generation_config, input_ids_length, *args)
+        super()._validate_generated_length(generation_config, input_ids_length, *args)  # pyright: ignore[reportAttributeAccessIssue]
         length = generation_config.max_length
         longest = self.config.longest_text
         if length > longest:
@@ -43,7 +45,7 @@ class InTransformersLoops(GenerationMixin):
             )
 
     def _get_stopping_criteria(self, *args, **kwargs):
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        criteria = super()._get_stopping_criteria(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if math.isinf(self.config.longest_text):
             for criterion in criteria:
                 # it warns of texts past the context, which not every mixer minds
@@ -76,16 +78,16 @@ def _of_predicted(count):
     """The Trainer's method that counts labels; for masked mixers, only predicted labels count."""
 
     @wraps(count)
-    def counted(trainer, batches, device):
+    def counted(self, batch_samples, device):
         # An adapter or DDP may be around the model.
-        modules = trainer.model.modules()
+        modules = self.model.modules()
         mixers = [module for module in modules if hasattr(module, "predicted_labels")]
-        if mixers and batches and "labels" in batches[0]:
+        if mixers and batch_samples and "labels" in batch_samples[0]:
             predicted_labels = mixers[0].predicted_labels
-            batches = [
+            batch_samples = [
                 dict(batch, labels=predicted_labels(batch["labels"], batch.get("attention_mask")))
-                for batch in batches
+                for batch in batch_samples
             ]
-        return count(trainer, batches, device)
+        return count(self, batch_samples, device)
 
     return counted

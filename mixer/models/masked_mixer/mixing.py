@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mixer.ops.plain import by_head, is_seen, lags_from, turn
 
-from .cache import MixingCache
+from .cache import MixingCache, ModuleId
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import KeyedConv, KeyedLagConv, LagConv, RecurrentConv, TriangularConv
 
@@ -27,7 +27,7 @@ def linear(in_features: int, *projection_sizes: int, bias: bool = True) -> nn.Li
     its own: quantizing and other tools replace layers of the very type nn.Linear.
     """
     layer = nn.Linear(in_features, sum(projection_sizes), bias)
-    layer.projection_sizes = projection_sizes
+    layer.projection_sizes = projection_sizes  # pyright: ignore[reportArgumentType]
     return layer
 
 
@@ -100,6 +100,8 @@ class Keyed(nn.Module):
     for what follows a token like its own (arXiv 2209.11895, "induction heads").
     """
 
+    module_id: ModuleId = (0, 0)  # set by the model
+
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.heads = config.num_mixer_heads
@@ -137,16 +139,22 @@ class Keyed(nn.Module):
 
     def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
         """Of key (batch, tokens, channels), each token's previous key; zero for the first token."""
-        if past is not None:
-            # (batch, columns, channels)
-            keys = past.append(self.module_id, by_head(key, 1), 2)[:, 0]
-        if past is None or past.is_empty:
-            return F.pad(key[:, :-1], (0, 0, 1, 0))
+        if past is None:
+            return shifted(key)
+        # (batch, columns, channels)
+        keys = past.append(self.module_id, by_head(key, 1), 2)[:, 0]
+        if past.is_empty:
+            return shifted(key)
         is_previous = past.lags(self.module_id, keys[:, None]) == 1  # (batch or 1, new, columns)
         is_previous &= past.positions[..., None] > 0
         column = is_previous.to(torch.uint8).argmax(2, keepdim=True)  # (batch or 1, new, 1)
         previous = keys.gather(1, column.expand(len(key), -1, key.shape[2]))
         return previous.masked_fill(~is_previous.any(2, keepdim=True), 0)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Of x (batch, tokens, channels), each token's predecessor; zero for the first token."""
+    return F.pad(x[:, :-1], (0, 0, 1, 0))
 
 
 class Turn(nn.Module):
@@ -179,6 +187,8 @@ class Attention(nn.Module):
     and no bias.
     """
 
+    module_id: ModuleId = (0, 0)  # set by the model
+
     def __init__(self, config: MaskedMixerConfig):
         super().__init__()
         self.heads = config.num_mixer_heads
@@ -198,11 +208,11 @@ class Attention(nn.Module):
         if past is not None:
             new = torch.cat([key, value], -1)
             keys_values = past.append(self.module_id, new, self.context)
-        if past is not None and not past.is_empty:
-            key, value = keys_values.tensor_split([self.key_size], -1)
-            lag = past.lags(self.module_id, keys_values)
-            mask = is_seen(lag, past.positions, self.context)
-        elif tokens > self.context:
+            if not past.is_empty:
+                key, value = keys_values.tensor_split([self.key_size], -1)
+                lag = past.lags(self.module_id, keys_values)
+                mask = is_seen(lag, past.positions, self.context)
+        if mask is None and tokens > self.context:
             positions = torch.arange(tokens, device=query.device)[None]
             mask = is_seen(lags_from(positions, tokens), positions, self.context)
         y = F.scaled_dot_product_attention(

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from mixer.ops.plain import in_autocast_dtype
 
@@ -71,7 +71,7 @@ class Block(GradientCheckpointingLayer):
             self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixing = variant(config)
         for index, module in enumerate(self.mixing.modules()):
-            module.module_id = (number, index)
+            module.module_id = (number, index)  # pyright: ignore[reportArgumentType]
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config)
         self.mlp_first = config.mlp_first
@@ -112,13 +112,14 @@ class MaskedMixerPreTrainedModel(PreTrainedModel):
             initialization.kaiming_normal_(module.weight)
             if module.bias is not None:
                 initialization.zeros_(module.bias)
-        elif hasattr(module, "reset_parameters"):  # transformers leaves out what it has loaded
-            module.reset_parameters()
+        elif reset := getattr(module, "reset_parameters", None):
+            reset()  # transformers leaves out what it has loaded
 
     def resize_token_embeddings(self, *arguments, **options) -> nn.Embedding:
         """As in transformers, with the embedding of suffix_match."""
         embedding = super().resize_token_embeddings(*arguments, **options)
-        if (match := self.base_model.suffix_match) is not None:
+        match = self.base_model.suffix_match
+        if isinstance(match, SuffixMatch):
             rows = len(embedding.weight)
             match.embed_tokens = self._get_resized_embeddings(match.embed_tokens, rows)
         return embedding
@@ -137,7 +138,7 @@ class TokenLayout:
         self.new = new
         self.is_padded = mask is not None
         self.order = None
-        if not self.is_padded:
+        if mask is None:
             return
         is_token = mask[:, -new:].bool()
         self.starts = mask[:, :-new].bool().sum(1, keepdim=True)  # (batch, 1): tokens in the cache
@@ -196,6 +197,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """For arguments and errors, see MaskedMixerForCausalLM.forward."""
         past = past_key_values if cache is None else cache
         self._check(input_ids, attention_mask, past, kwargs)
+        assert input_ids is not None  # or _check would have raised
         if self.training and self.layers[0].gradient_checkpointing and torch.is_grad_enabled():
             use_cache = False  # a block that is computed again would write to it twice
         if use_cache and past is None:
@@ -272,7 +274,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 "context or the room of a static cache: give a shorter input, call "
                 "past_key_values.reset() before a new text, or use a larger MixingCache"
             )
-        if past and cache.batch != batch:
+        if cache is not None and past and cache.batch != batch:
             raise ValueError(
                 f"input_ids has {batch} texts, but the cache {cache.batch}: give as many, call "
                 "past_key_values.reset() before new texts, or batch_repeat_interleave(n) if n "
@@ -360,7 +362,7 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 linear += 2 * module.weight.numel()
-            if hasattr(module, "flops"):
-                text_mixing += module.flops(tokens)
+            if flops := getattr(module, "flops", None):
+                text_mixing += flops(tokens)
         mixing = text_mixing / tokens
         return {"useful": 3.0 * (linear + mixing), "token_mixing": 3.0 * mixing}

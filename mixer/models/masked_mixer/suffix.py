@@ -67,7 +67,7 @@ class SuffixMatch(nn.Module):
         super().__init__()
         self.context = config.max_position_embeddings
         self.longest = config.suffix_match
-        self.embed_tokens = Table(config.vocab_size, config.hidden_size, start=0)
+        self.embed_tokens: nn.Embedding = Table(config.vocab_size, config.hidden_size, start=0)
         self.gain = Table(self.longest, config.hidden_size, start=1)
 
     def forward(self, input_ids: Tensor, past: MixingCache | None) -> Tensor:
