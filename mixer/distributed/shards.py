@@ -29,6 +29,7 @@ def shard(
         last: modules that may have parameters in common; no others have.
     """
     plugin = world.accelerator.state.fsdp_plugin
+    assert plugin is not None
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     reshard = plugin.reshard_after_forward

@@ -31,7 +31,7 @@ SAME_SIGNAL_SECONDS = 1.0
 # The groups of processes, which are never destroyed. Python holds its lock while it destroys an
 # object, and a group of gloo's waits for its threads then: one that has just ended an operation may
 # itself wait for that lock, to let go of a tensor.
-LASTING_GROUPS: list[dist.ProcessGroup] = []
+LASTING_GROUPS: list[Any] = []
 STOPPING = b"stopping after this step; the same signal again stops at once\n"
 
 

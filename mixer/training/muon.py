@@ -35,14 +35,14 @@ class Matrix:
     Attributes:
         weight, gradient, momentum: (rows, columns), or only these rows.
         shape: of the whole matrix.
-        counts: how many of its rows each process holds; None where each holds all.
+        counts: how many of its rows each process holds; empty where each holds all.
     """
 
     weight: Tensor
     gradient: Tensor
     momentum: Tensor
     shape: tuple[int, int]
-    counts: list[int] | None
+    counts: list[int]
 
 
 class Muon(torch.optim.Optimizer):
@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
                     for matrix in self._matrices(parameter):
                         batches[matrix.shape].append(matrix)
             for matrices in batches.values():
-                is_sharded = matrices[0].counts is not None
+                is_sharded = len(matrices[0].counts) > 0
                 most = max(MATRICES, processes) if is_sharded else MATRICES
                 for start in range(0, len(matrices), most):
                     self._update(matrices[start : start + most], settings)
@@ -112,7 +112,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum"] = torch.zeros_like(parameter)
         tensors = [parameter.detach(), parameter.grad, state["momentum"]]
         rows = self.rows.get(parameter, (len(parameter),))
-        counts = [None] * len(rows)
+        counts: list[list[int]] = [[] for _ in rows]
         here = rows  # of each matrix, on this process
         if isinstance(parameter, DTensor):
             tensors = [tensor.to_local() for tensor in tensors]
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
         gradients = [matrix.gradient for matrix in matrices]
         momenta = [matrix.momentum for matrix in matrices]
         skip, scale = skip_and_scale(self, weights[0].device)
-        if matrices[0].counts is None:
+        if not matrices[0].counts:
             stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
             updates = self._orthogonalize(stacked)
         else:
@@ -153,7 +153,7 @@ class Muon(torch.optim.Optimizer):
         all_gather(gathered, chunk, group=self.group)
         return gathered[: len(stacked)]
 
-    def _orthogonalize_shards(self, shards: Tensors, matrices: Sequence[Matrix]) -> Tensors:
+    def _orthogonalize_shards(self, shards: list[Tensor], matrices: Sequence[Matrix]) -> Tensors:
         """`iterate` for matrices of which each process holds some rows: each process gets its share
         of the matrices whole, and every process its rows of the results, one entry a matrix.
 
@@ -182,7 +182,7 @@ class Muon(torch.optim.Optimizer):
         return results.split([matrix.counts[rank] for matrix in matrices])
 
 
-def rows_by_process(whole: Tensor, matrices: Sequence[Matrix]) -> Tensors:
+def rows_by_process(whole: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
     """The rows that each process holds of whole matrices (matrices, rows, columns), as views: of
     the first process those of each matrix, then of the next one.
     """
@@ -206,7 +206,7 @@ def rows_of_processes(rows: Sequence[int], processes: int) -> list[list[int]]:
 
 def nesterov(
     gradients: Tensors, momenta: Tensors, momentum: float, skip: Tensor, scale: Tensor
-) -> Tensors:
+) -> list[Tensor]:
     """Updates the momenta in place; returns Nesterov's directions. skip and scale: of
     skip_and_scale; gradients that are skipped may not be finite.
     """

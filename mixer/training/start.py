@@ -181,6 +181,7 @@ def parallelize(
     if world.is_sharded:
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
+        assert head is not None  # of a causal language model
         if embedding.weight is head.weight:
             shard(loss, blocks_of(model), [embedding, head], world)
         else:
@@ -200,9 +201,9 @@ def parallelize(
         return passes, prepare(optimizer)
     if world.is_sharded:
         parallel = loss
-        optimizer = world.accelerator.prepare_optimizer(optimizer)
+        accelerated: Any = world.accelerator.prepare_optimizer(optimizer)
     else:  # DDP, and autocast
-        parallel, optimizer = prepare(loss, optimizer)
+        parallel, accelerated = prepare(loss, optimizer)
     if world.size > 1:
         # DDP sums gradients bucket by bucket, and lays the buckets out anew after its first
         # backward pass. With three or more processes another layout means another order of summing.
@@ -212,4 +213,4 @@ def parallelize(
         tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
         parallel(tokens, tokens).sum().backward()
         parallel.zero_grad(set_to_none=True)
-    return Passes(parallel, world), optimizer
+    return Passes(parallel, world), accelerated
