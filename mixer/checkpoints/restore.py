@@ -9,7 +9,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from mixer.checkpoints import pretrained
 from mixer.checkpoints.checkpoint import (
@@ -144,14 +149,16 @@ def take_backends(model: PreTrainedModel, mixing: dict[str, str], world: World) 
                 layer.backend = backend
 
 
-def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Gives a new model the weights of a checkpoint or an exported model (train.init_from). Raises
+def start_from(
+    directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedModel:
+    """A new model with the weights of a checkpoint or an exported model (train.init_from). Raises
     UserError if that is another model, has another tokenizer, or cannot be read.
     """
     try:
         directory = settled(directory)
         check_checkpoint(directory)
-        loaded = load_model(directory, model.config)
+        model = load_model(directory, config)
         if specification(read_tokenizer(str(directory))) != specification(tokenizer):
             raise UserError(
                 f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer="
@@ -159,7 +166,9 @@ def start_from(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTok
             )
     except UserError as error:
         raise UserError(f"train.init_from: {error}") from None
-    model.load_state_dict(loaded.state_dict())
+    # As of a model with new weights: how its source writes texts stays there.
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model
 
 
 def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

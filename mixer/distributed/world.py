@@ -28,6 +28,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it
 # counts as the same signal.
 SAME_SIGNAL_SECONDS = 1.0
+# The groups of processes, which are never destroyed. Python holds its lock while it destroys an
+# object, and a group of gloo's waits for its threads then: one that has just ended an operation may
+# itself wait for that lock, to let go of a tensor.
+LASTING_GROUPS: list[Any] = []
 STOPPING = b"stopping after this step; the same signal again stops at once\n"
 
 
@@ -67,6 +71,8 @@ class World(Process):
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         # Messages go over gloo, so that no process waits for the work queued on its GPU.
         self.group = dist.new_group(backend="gloo") if self.size > 1 else None
+        if self.group is not None:
+            LASTING_GROUPS.extend([dist.group.WORLD, self.group])
 
     def say(self, line: str) -> None:
         """Prints a line, on the main process alone."""

@@ -20,7 +20,7 @@ from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.progress import time_reported
 from mixer.data.samples import Batch
-from mixer.distributed.world import Process, leave_with_error
+from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.beir import Collection, measures, read_collection
 from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
@@ -81,6 +81,7 @@ def evaluate(evaluations: list[EvalOptions], directory: Path) -> None:
             write_evaluation(results, directory)
             print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
     if dist.is_initialized():
+        LASTING_GROUPS.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

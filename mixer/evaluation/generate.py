@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerFast, set_seed
+from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
@@ -84,11 +84,10 @@ class Writer:
 
     def write(self, ids: Tensor, show: Show, seed: int) -> None:
         """Shows the prompt of these `tokens`, and its continuation."""
-        assert isinstance(self.model, GenerationMixin)
         set_seed(seed)
         inputs = ids.to(self.device)
         with self.memory():
-            self.model.generate(
+            self.model.generate(  # pyright: ignore[reportCallIssue]
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 streamer=ShownText(self.tokenizer, show),

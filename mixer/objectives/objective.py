@@ -13,7 +13,6 @@ from mixer.common.errors import Say
 from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
 from mixer.distributed.world import Process
-from mixer.models.architecture import blocks_of
 from mixer.objectives.config import ObjectiveConfig, traits_of
 
 Group = dist.ProcessGroup | None  # None for one process
@@ -35,18 +34,6 @@ class Loss(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
-
-    # accelerate asks for these three: FSDP shards the embeddings and each of the blocks apart.
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        return sorted({type(block).__name__ for block in blocks_of(self.model)})
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        return self.model.get_output_embeddings()
 
 
 class Objective:

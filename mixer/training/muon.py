@@ -3,11 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 MATRICES = 16  # that are worked on together: more need more memory, and far more time to compile
 # Coefficients of the Newton-Schulz polynomial, as torch.optim.Muon has them.
@@ -25,6 +28,23 @@ Tensors = Sequence[Tensor]
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@dataclass
+class Matrix:
+    """A matrix of a parameter; of one that FSDP shards, the rows that this process holds.
+
+    Attributes:
+        weight, gradient, momentum: (rows, columns), or only these rows.
+        shape: of the whole matrix.
+        counts: how many of its rows each process holds; empty where each holds all.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    shape: tuple[int, int]
+    counts: list[int]
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalized, for the matrices of linear layers, many at once (K.
     Jordan et al., https://kellerjordan.github.io/posts/muon): as torch.optim.Muon(
@@ -39,10 +59,12 @@ class Muon(torch.optim.Optimizer):
     that one learning rate serves both (arXiv 2502.16982, section 2.2). A parameter may hold several
     matrices, one below another, each with an update of its own. Matrices of one shape go through O
     as one batch. The processes of a data-parallel run, which hold the same gradients, share the
-    matrices out and exchange the results.
+    matrices out and exchange the results. Where FSDP has sharded the parameters, all else is done
+    on the shards: each process gets its matrices of a batch whole for O alone, and gives them back
+    in rows.
 
     Args:
-        params: two-dimensional parameters, or groups of them; not sharded.
+        params: two-dimensional parameters, or groups of them; sharded by rows or not at all.
         lr, weight_decay, momentum: see above.
         rows: of each of the matrices that a parameter holds, for those that hold several.
         group: the processes that share the work; None for this one alone.
@@ -69,44 +91,54 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
+        processes = dist.get_world_size(self.group) if self.group is not None else 1
         for settings in self.param_groups:
-            by_shape = defaultdict(list)
+            batches = defaultdict(list)
             for parameter in settings["params"]:
                 if parameter.grad is not None:
                     for matrix in self._matrices(parameter):
-                        by_shape[matrix[0].shape].append(matrix)
-            for matrices in by_shape.values():
-                for start in range(0, len(matrices), MATRICES):
-                    batch = matrices[start : start + MATRICES]
-                    weights, gradients, momenta = zip(*batch, strict=True)
-                    self._update(weights, gradients, momenta, settings)
+                        batches[matrix.shape].append(matrix)
+            for matrices in batches.values():
+                is_sharded = len(matrices[0].counts) > 0
+                most = max(MATRICES, processes) if is_sharded else MATRICES
+                for start in range(0, len(matrices), most):
+                    self._update(matrices[start : start + most], settings)
 
-    def _matrices(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Each matrix of a parameter, with its gradient and its momentum."""
+    def _matrices(self, parameter: nn.Parameter) -> Iterator[Matrix]:
+        """Each matrix of a parameter."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        rows = self.rows.get(parameter, [len(parameter)])
-        return zip(
-            parameter.detach().split(rows),
-            parameter.grad.split(rows),
-            state["momentum"].split(rows),
-            strict=True,
-        )
+        tensors = [parameter.detach(), parameter.grad, state["momentum"]]
+        rows = self.rows.get(parameter, (len(parameter),))
+        counts: list[list[int]] = [[] for _ in rows]
+        here = rows  # of each matrix, on this process
+        if isinstance(parameter, DTensor):
+            tensors = [tensor.to_local() for tensor in tensors]
+            counts = rows_of_processes(rows, dist.get_world_size(self.group))
+            rank = dist.get_rank(self.group)
+            here = [matrix_counts[rank] for matrix_counts in counts]
+        split = [tensor.split(here) for tensor in tensors]
+        for weight, gradient, momentum, height, shares in zip(*split, rows, counts, strict=True):
+            yield Matrix(weight, gradient, momentum, (height, parameter.shape[1]), shares)
 
-    def _update(
-        self, matrices: Tensors, gradients: Tensors, momenta: Tensors, settings: dict
-    ) -> None:
+    def _update(self, matrices: Sequence[Matrix], settings: dict) -> None:
         """One step for matrices of one shape."""
-        skip, scale = skip_and_scale(self, matrices[0].device)
-        stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
-        updates = self._orthogonalize(stacked)
-        rows, columns = matrices[0].shape
+        weights = [matrix.weight for matrix in matrices]
+        gradients = [matrix.gradient for matrix in matrices]
+        momenta = [matrix.momentum for matrix in matrices]
+        skip, scale = skip_and_scale(self, weights[0].device)
+        if not matrices[0].counts:
+            stacked = self.directions(gradients, momenta, settings["momentum"], skip, scale)
+            updates = self._orthogonalize(stacked)
+        else:
+            shards = nesterov(gradients, momenta, settings["momentum"], skip, scale)
+            updates = self._orthogonalize_shards(shards, matrices)
         # A tensor: a compiled function would be compiled anew for another number.
         rate = settings["lr"] * (1 - skip)
-        size = 0.2 * math.sqrt(max(rows, columns))
-        self.apply(matrices, updates, rate, settings["weight_decay"], size)
+        size = 0.2 * math.sqrt(max(matrices[0].shape))
+        self.apply(weights, updates, rate, settings["weight_decay"], size)
 
     def _orthogonalize(self, stacked: Tensor) -> Tensor:
         """`iterate`, each process for its share of the matrices."""
@@ -121,26 +153,84 @@ class Muon(torch.optim.Optimizer):
         all_gather(gathered, chunk, group=self.group)
         return gathered[: len(stacked)]
 
+    def _orthogonalize_shards(self, shards: list[Tensor], matrices: Sequence[Matrix]) -> Tensors:
+        """`iterate` for matrices of which each process holds some rows: each process gets its share
+        of the matrices whole, and every process its rows of the results, one entry a matrix.
+
+        shards: the rows that this process holds of the directions, one entry a matrix.
+        """
+        processes = dist.get_world_size(self.group)
+        rank = dist.get_rank(self.group)
+        share = -(-len(matrices) // processes)
+        shares = [matrices[owner * share : (owner + 1) * share] for owner in range(processes)]
+        mine = shares[rank]
+        rows, columns = matrices[0].shape
+        # How many rows this process sends to each process, and receives from each.
+        sent = [sum(matrix.counts[rank] for matrix in owned) for owned in shares]
+        received = [sum(matrix.counts[source] for matrix in mine) for source in range(processes)]
+
+        inbox = shards[0].new_empty(sum(received), columns)
+        dist.all_to_all_single(inbox, torch.cat(shards), received, sent, group=self.group)
+        whole = inbox.new_empty(len(mine), rows, columns)
+        slots = rows_by_process(whole, mine)
+        for slot, message in zip(slots, inbox.split([len(slot) for slot in slots]), strict=True):
+            slot.copy_(message)
+        updates = iterate(normalized(whole))
+        outbox = torch.cat(rows_by_process(updates, mine) or [updates.flatten(0, 1)])
+        results = updates.new_empty(sum(sent), columns)
+        dist.all_to_all_single(results, outbox, sent, received, group=self.group)
+        return results.split([matrix.counts[rank] for matrix in matrices])
+
+
+def rows_by_process(whole: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+    """The rows that each process holds of whole matrices (matrices, rows, columns), as views: of
+    the first process those of each matrix, then of the next one.
+    """
+    by_matrix = [rows.split(matrix.counts) for rows, matrix in zip(whole, matrices, strict=True)]
+    return list(chain.from_iterable(zip(*by_matrix, strict=True)))
+
+
+def rows_of_processes(rows: Sequence[int], processes: int) -> list[list[int]]:
+    """Of matrices of these heights, one below another in a sharded parameter, the rows that each
+    process holds: FSDP cuts a parameter as torch.chunk does.
+    """
+    share = -(-sum(rows) // processes)
+    counts = []
+    first = 0
+    for height in rows:
+        ends = [min(max(share * rank, first), first + height) for rank in range(processes + 1)]
+        counts.append([end - start for start, end in pairwise(ends)])
+        first += height
+    return counts
+
+
+def nesterov(
+    gradients: Tensors, momenta: Tensors, momentum: float, skip: Tensor, scale: Tensor
+) -> list[Tensor]:
+    """Updates the momenta in place; returns Nesterov's directions. skip and scale: of
+    skip_and_scale; gradients that are skipped may not be finite.
+    """
+    directions = []
+    for gradient, buffer in zip(gradients, momenta, strict=True):
+        gradient = torch.where(skip > 0, buffer, gradient / scale)
+        buffer.copy_(torch.lerp(buffer, gradient, 1 - momentum))
+        directions.append(torch.lerp(gradient, buffer, momentum))
+    return directions
+
 
 def directions(
     gradients: Tensors, momenta: Tensors, momentum: float, skip: Tensor, scale: Tensor
 ) -> Tensor:
-    """Updates the momenta in place; returns Nesterov's directions `normalized`, (matrices, rows,
-    columns). skip and scale: of skip_and_scale; gradients that are skipped may not be finite.
-    """
-    stacked = []
-    for gradient, buffer in zip(gradients, momenta, strict=True):
-        gradient = torch.where(skip > 0, buffer, gradient / scale)
-        buffer.copy_(torch.lerp(buffer, gradient, 1 - momentum))
-        stacked.append(normalized(torch.lerp(gradient, buffer, momentum)))
-    return torch.stack(stacked)
+    """`nesterov` of whole matrices, `normalized`: (matrices, rows, columns)."""
+    stacked = nesterov(gradients, momenta, momentum, skip, scale)
+    return torch.stack([normalized(direction) for direction in stacked])
 
 
 def apply(
-    matrices: Tensors, updates: Tensor, rate: Tensor, weight_decay: float, size: float
+    matrices: Tensors, updates: Tensor | Tensors, rate: Tensor, weight_decay: float, size: float
 ) -> None:
-    """W <- (1 - rate weight_decay) W - rate size U, in place."""
-    for matrix, update in zip(matrices, updates.unbind(), strict=True):
+    """W <- (1 - rate weight_decay) W - rate size U, in place; also for some rows of each."""
+    for matrix, update in zip(matrices, updates, strict=True):
         step = (update.to(matrix.dtype) * size + matrix * weight_decay) * rate
         matrix.copy_(matrix - step)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D  # a linear layer, of weights (columns, rows)
 
-from mixer.common.errors import NotFinite, UserError
+from mixer.common.errors import NotFinite
 from mixer.common.hardware import lacks_bf16
 from mixer.training.config import LAGS_LR, LONG, LONG_LAGS_LR, OPTIMIZERS, OptimConfig
 from mixer.training.muon import Muon, skip_and_scale
@@ -192,15 +192,6 @@ def muon(
 
 
 OPTIMIZERS |= {"adamw": adamw, "muon": muon}
-
-
-def check_optimizer(config: OptimConfig, is_sharded: bool) -> None:
-    """Raises UserError for an optimizer that cannot work on parameters that FSDP shards."""
-    if is_sharded and config.name != "adamw":
-        raise UserError(
-            f"optim.name = {config.name} cannot run with FSDP, which shards its matrices; allowed: "
-            "adamw with FSDP, any optimizer with DDP, as in configs/accelerate/1x8.yaml"
-        )
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -70,10 +71,10 @@ def compile_loss(loss: Loss, run: RunConfig, shape: tuple[int, int], world: Worl
     """Compiles the parts of the model and its loss in place, with a first pass on `shape`, (batch,
     tokens). Returns whether they are compiled.
 
-    Call this before DDP or FSDP wrap the loss. One block is compiled for all of them, and DDP
-    gets a block's gradients as soon as the backward pass of that block ends. Compiled functions
-    replace methods, so that parameters keep their names. Where compiling fails on a process, all go
-    on without it.
+    Call this before DDP or FSDP wrap the loss; with FSDP the first pass comes after that. One
+    block is compiled for all of them, and DDP gets a block's gradients as soon as the backward pass
+    of that block ends. Compiled functions replace methods, so that parameters keep their names.
+    Where compiling fails on a process, all go on without it.
     """
     choice = run.train.compile
     if choice == "no" or (choice == "auto" and world.device.type != "cuda"):
@@ -86,9 +87,12 @@ def compile_loss(loss: Loss, run: RunConfig, shape: tuple[int, int], world: Worl
         setattr(module, name, compiled(getattr(module, name)))
     try:
         tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
-        with world.accelerator.autocast():
-            nats = loss(tokens, tokens.clone())
-        nats.sum().backward()
+        if world.is_sharded:  # no device need hold the whole model: this tries the compiler alone
+            compiled(F.gelu)(tokens.float())
+        else:
+            with world.accelerator.autocast():
+                nats = loss(tokens, tokens.clone())
+            nats.sum().backward()
     except Exception as error:  # if it is not the compiler's, the run will meet it again
         failure = first_line(error)
     loss.zero_grad(set_to_none=True)  # the first step would add up what a pass left

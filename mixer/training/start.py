@@ -1,5 +1,6 @@
 """What a run starts with: its data, its model and its optimizer, new or from a checkpoint."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.checkpoints import restore
 from mixer.checkpoints.settings import changed_settings, in_words, recorded_settings
@@ -16,10 +16,11 @@ from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
 from mixer.common.hardware import check_precision
 from mixer.data.prepare import Data
+from mixer.distributed.shards import shard
 from mixer.distributed.world import World
-from mixer.models.architecture import check_causal, model_config, new_model
+from mixer.models.architecture import blocks_of, check_causal, model_config, new_model
 from mixer.training.config import RunConfig, used_configuration
-from mixer.training.optim import build_optimizer, check_optimizer, jump_of_rate
+from mixer.training.optim import build_optimizer, jump_of_rate
 from mixer.training.passes import (
     Passes,
     build_loss,
@@ -62,7 +63,6 @@ class State:
 def check_run(run: RunConfig, world: World) -> None:
     """Raises UserError for options that this device or these processes cannot train with."""
     check_precision(world.device, run.train.mixed_precision)
-    check_optimizer(run.optim, world.is_sharded)
     if run.model.mixing_backend == "cuda" and world.device.type != "cuda":
         raise UserError(
             f"model.mixing_backend is cuda, but training is on the {world.device.type}; allowed "
@@ -110,7 +110,8 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     checkpoint = restore.find_checkpoint(run.directory, run.checkpoint.resume, world)
     if checkpoint is not None:
         return resumed_state(checkpoint, record, run, data, world)
-    model = build_model(run, data)
+    config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
+    model = whole_or_meta(lambda: initial_model(run, config, data), config, world)
     passes, optimizer = parallelize(model, run, world)
     return State(model, passes, optimizer, Counters(), record, None, None)
 
@@ -123,7 +124,7 @@ def resumed_state(
     """
     trainer = restore.load_trainer(checkpoint, record["data"])
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = restore.load_model(checkpoint, config)
+    model = whole_or_meta(lambda: restore.load_model(checkpoint, config), config, world)
     counters = Counters.of_trainer(trainer)
     step = counters.step
     record["earlier"] = trainer["earlier"]
@@ -143,28 +144,48 @@ def resumed_state(
     return State(model, passes, optimizer, counters, record, checkpoint, wandb_id)
 
 
-def build_model(run: RunConfig, data: Data) -> PreTrainedModel:
+def whole_or_meta(
+    build: Callable[[], PreTrainedModel], config: PreTrainedConfig, world: World
+) -> PreTrainedModel:
+    """The model that `build` makes. Where FSDP shards it, processes other than the main one get
+    one of the same configuration on the meta device, where tensors have no memory.
+    """
+    if world.is_main or not world.is_sharded:
+        return build()
+    with torch.device("meta"):
+        return new_model(config)
+
+
+def initial_model(run: RunConfig, config: PreTrainedConfig, data: Data) -> PreTrainedModel:
     """The model in fp32 on the CPU, with new weights or those of train.init_from."""
-    torch.manual_seed(run.seed)
-    config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = new_model(config)
     if run.train.init_from:
-        restore.start_from(as_path(run.train.init_from), model, data.tokenizer)
-    return model
+        return restore.start_from(as_path(run.train.init_from), config, data.tokenizer)
+    torch.manual_seed(run.seed)
+    return new_model(config)
 
 
 def parallelize(
     model: PreTrainedModel, run: RunConfig, world: World
 ) -> tuple[Passes, AcceleratedOptimizer]:
     """The passes of the model with its loss, ready to train on all processes, and its optimizer.
-    The model moves to the device, and under FSDP its parameters become shards.
+    The model moves to the device; with FSDP its parameters become shards on the devices.
     """
     shape = (run.train.batch_size, run.model.max_position_embeddings)
     processes = dist.group.WORLD if world.size > 1 else None
-    loss = build_loss(model, run, processes).to(world.device).train()
-    if run.model.architecture == "auto":
+    loss = build_loss(model, run, processes).train()
+    if not world.is_sharded:
+        loss.to(world.device)
+    if run.model.architecture == "auto" and model.device.type != "meta":
         check_causal(model)
     is_compiled = compile_loss(loss, run, shape, world)
+    if world.is_sharded:
+        embedding = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        assert head is not None  # of a causal language model
+        if embedding.weight is head.weight:
+            shard(loss, blocks_of(model), [embedding, head], world)
+        else:
+            shard(loss, [*blocks_of(model), embedding], [head], world)
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     prepare = world.accelerator.prepare
@@ -178,14 +199,18 @@ def parallelize(
         passes = Passes(parallel, world)
         passes.record(shape)
         return passes, prepare(optimizer)
-    # DDP or FSDP, and autocast. FSDP replaces the parameters, also those in the optimizer.
-    parallel, optimizer = prepare(loss, optimizer)
-    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+    if world.is_sharded:
+        parallel = loss
+        accelerated: Any = world.accelerator.prepare_optimizer(optimizer)
+    else:  # DDP, and autocast
+        parallel, accelerated = prepare(loss, optimizer)
+    if world.size > 1:
         # DDP sums gradients bucket by bucket, and lays the buckets out anew after its first
         # backward pass. With three or more processes another layout means another order of summing.
         # Without this pass, whose gradients are dropped, the first step after a resume would differ
-        # in its last bits from the same step of an uninterrupted run.
+        # in its last bits from the same step of an uninterrupted run. FSDP's blocks are compiled in
+        # it.
         tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
         parallel(tokens, tokens).sum().backward()
         parallel.zero_grad(set_to_none=True)
-    return Passes(parallel, world), optimizer
+    return Passes(parallel, world), accelerated

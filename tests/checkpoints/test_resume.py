@@ -96,7 +96,8 @@ def test_each_resume_is_as_exact_as_the_first_and_loses_no_step_of_a_logged_mean
 def test_other_processes_batch_size_and_fsdp_go_on_with_the_same_samples(
     write_config, launch, tmp_path
 ):
-    model = ("--config", write_config(), "model.suffix_match=3")  # parameters outside of blocks
+    # parameters outside of blocks
+    model = ("--config", write_config(), "model.suffix_match=3", "optim.name=muon")
     launch(*model, "name=one").succeed()
     # processes, batch_size, accumulation: always 8 samples a step
     changes = [(1, 4, 2, {}), (2, 2, 2, FSDP), (4, 2, 1, {}), (2, 1, 4, {})]

@@ -40,15 +40,18 @@ def test_accelerate_reads_each_configuration_file_as_it_is_meant(path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("precision", "architecture", "tied"), [("no", "llama", False), ("bf16", "masked_mixer", True)]
+    ("optimizer", "precision", "architecture", "tied"),
+    [("muon", "no", "llama", False), ("adamw", "bf16", "masked_mixer", True)],
 )
 def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_a_plain_model(
-    write_config, small_run, launch, tmp_path, precision, architecture, tied
+    write_config, small_run, launch, tmp_path, optimizer, precision, architecture, tied
 ):
     changes = {"mixed_precision": precision, "eval_every": 5, "eval_samples": 9}
     model = small_run["model"] | {"architecture": architecture, "tie_word_embeddings": tied}
     saved = {"save_every": 5, "keep": 3}
-    config = write_config(train=small_run["train"] | changes, model=model, checkpoint=saved)
+    optim = small_run["optim"] | {"name": optimizer}
+    train = small_run["train"] | changes
+    config = write_config(train=train, model=model, optim=optim, checkpoint=saved)
     launch("--config", config, "name=one").succeed()
     options = ["train.batch_size=2", "train.gradient_accumulation_steps=2"]
     command, sharded = ("--config", config, *options), {"processes": 2, "environment": FSDP}
@@ -76,6 +79,19 @@ def test_a_sharded_run_has_the_losses_of_one_process_resumes_exactly_and_leaves_
     assert torch.equal(saved, embedding)
 
 
+def test_a_sharded_run_begins_with_the_weights_that_one_process_has(write_config, launch, tmp_path):
+    # a rate of 0, so that the step changes nothing
+    command = ("--config", write_config(), "train.steps=1", "train.eval_every=0", "optim.lr=0")
+    runs = tmp_path / "runs"
+    launch(*command, "name=one").succeed()
+    sharded = {"processes": 2, "environment": FSDP}
+    launch(*command, "name=new", **sharded).succeed()
+    started = [f"train.init_from={runs}/one/step-1", "seed=1", "name=started"]
+    launch(*command, *started, **sharded).succeed()
+    weights = [runs / name / "step-1/model.safetensors" for name in ("one", "new", "started")]
+    assert weights[0].read_bytes() == weights[1].read_bytes() == weights[2].read_bytes()
+
+
 def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
     write_config, finished, launch, tmp_path
 ):
@@ -87,20 +103,19 @@ def test_a_run_is_what_its_configuration_says_whatever_the_launcher_says(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "environment", "message"),
+    ("environment", "message"),
     [
-        ((), {"ACCELERATE_USE_DEEPSPEED": "true"}, "asked for deepspeed; allowed: DDP, or"),
-        ((), {"FSDP_VERSION": "1"}, "asked for fsdp_version: 1; allowed: DDP, or version 2"),
-        ((), {"FSDP_OFFLOAD_PARAMS": "true"}, "asked for fsdp_offload_params: true; allowed"),
-        ((), {"ACCELERATE_USE_CPU": "maybe"}, "ACCELERATE_USE_CPU = 'maybe'; allowed: true, false"),
-        (("optim.name=muon",), {}, "optim.name = muon cannot run with FSDP, which shards.*allowed"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "asked for deepspeed; allowed: DDP, or"),
+        ({"FSDP_VERSION": "1"}, "asked for fsdp_version: 1; allowed: DDP, or version 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "asked for fsdp_offload_params: true; allowed"),
+        ({"ACCELERATE_USE_CPU": "maybe"}, "ACCELERATE_USE_CPU = 'maybe'; allowed: true, false"),
     ],
 )
 def test_a_launch_that_cannot_train_so_is_refused_before_anything_is_written(
-    write_config, small_run, launch, tmp_path, overrides, environment, message
+    write_config, small_run, launch, tmp_path, environment, message
 ):
     config = write_config(data=small_run["data"] | {"directory": str(tmp_path / "data")})
-    ranks = launch("--config", config, *overrides, processes=2, environment=FSDP | environment)
+    ranks = launch("--config", config, processes=2, environment=FSDP | environment)
     codes = ranks.wait()  # 1 of a process that loses the other one while it still starts
     assert 2 in codes and 0 not in codes
     assert re.search(message, ranks.output, re.DOTALL)

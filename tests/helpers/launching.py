@@ -43,7 +43,7 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    faulthandler.register(signal.SIGUSR1)  # a rank that hangs can be asked where
+    faulthandler.register(signal.SIGUSR2)  # a rank that hangs can be asked where
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # as Python
 
@@ -200,7 +200,7 @@ class Launch:
             time.sleep(0.005)
         for rank in self.ranks:
             if rank.is_alive():
-                os.kill(rank.pid, signal.SIGUSR1)
+                os.kill(rank.pid, signal.SIGUSR2)
                 time.sleep(0.5)  # in which it prints its stack
                 rank.kill()
             rank.join()

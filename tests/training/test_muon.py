@@ -1,9 +1,16 @@
 """Muon's updates are what mixer/training/muon.py says, and a skipped step changes nothing."""
 
+import os
+from collections.abc import Iterable
+
 import pytest
 import torch
+import torch.distributed as dist
+from launching import free_port, start_process
 from models import small_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from mixer.training.muon import STEPS, A, B, C, Muon, iterate, normalized
 from mixer.training.optim import ChainedOptimizer, OptimConfig, build_optimizer
@@ -136,3 +143,54 @@ def test_nan_never_reaches_a_weight_by_an_optimizer_that_cannot_skip():
     optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     assert torch.equal(parameter.detach(), torch.ones(3))
+
+
+# Of the parameters below: a share of rows ends inside of a matrix, a process has no row of a
+# parameter or of a matrix, and a batch has fewer matrices than there are processes.
+ROWS = {(24, 8): (8, 6, 10), (30, 8): (10, 10, 10), (2, 6): (2,), (9, 6): (9,)}
+
+
+def check_shards(rank: int, processes: int, port: int) -> None:
+    """Steps on the shards of three processes give what one process gets, with the same gradients,
+    clipped, and one step skipped.
+    """
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=processes)
+    torch.manual_seed(0)
+    whole = [nn.Linear(columns, height, bias=False) for height, columns in ROWS]
+    sharded = [nn.Linear(columns, height, bias=False) for height, columns in ROWS]
+    for source, layer in zip(whole, sharded, strict=True):
+        layer.load_state_dict(source.state_dict())
+        fully_shard(layer)
+    reference = build_muon(layer.weight for layer in whole)
+    optimizer = build_muon((layer.weight for layer in sharded), dist.group.WORLD)
+    for bad in (False, True, False, False):
+        for source, layer in zip(whole, sharded, strict=True):
+            gradient = torch.randn_like(source.weight) * (float("nan") if bad else 1.0)
+            source.weight.grad = gradient
+            placements = layer.weight.placements
+            mesh = layer.weight.device_mesh
+            layer.weight.grad = distribute_tensor(gradient, mesh, placements)
+        for muon in (reference, optimizer):
+            muon.found_inf = torch.tensor(float(bad))
+            muon.grad_scale = torch.tensor(3.0)
+            muon.step()
+    for source, layer in zip(whole, sharded, strict=True):
+        momentum = optimizer.state[layer.weight]["momentum"].full_tensor()
+        torch.testing.assert_close(layer.weight.full_tensor(), source.weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(momentum, reference.state[source.weight]["momentum"])
+    os._exit(0)
+
+
+def build_muon(weights: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> Muon:
+    parameters = list(weights)
+    rows = {parameter: ROWS[tuple(parameter.shape)] for parameter in parameters}
+    return Muon(parameters, lr=0.1, weight_decay=0.1, rows=rows, group=group)
+
+
+def test_muon_does_the_same_on_shards():
+    port = free_port()
+    ranks = [start_process(check_shards, rank, 3, port) for rank in range(3)]
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0, 0]
