@@ -6,8 +6,6 @@ texts           what is scored
 beir            collections of documents and queries, and how good rankings are
 search          what a model finds in a collection
 scoring         by which processes and in which windows, and whether the model is causal
-beir            collections of documents and queries, and how good rankings are
-search          which documents are nearest to a query
 generate        continues texts
 matrices        the mixing matrices, drawn and measured
 representation  how much of a text each layer keeps
