@@ -85,8 +85,8 @@ def blocks(settings: dict) -> str:
         return f"attention in {total} of {total}"
     if not settings.get("model.mixer_key_size"):
         return f"no attention, {total}"
-    kind = "attention" if settings.get("model.mixer_attention") else "keys"
-    return f"{kind} in {total // settings['model.mixer_keyed_every']} of {total}"
+    keyed_mixing = "attention" if settings.get("model.mixer_attention") else "keys"
+    return f"{keyed_mixing} in {total // settings['model.mixer_keyed_every']} of {total}"
 
 
 def window(settings: dict) -> str:

@@ -143,8 +143,8 @@ class Study:
         process.start()
         theirs.close()  # so that the end of the process ends what is read
         print(f"{run.name}: started; its output is in {self.log_of(run)}", flush=True)
-        now = time.monotonic()
-        self.said[run.name] = "started", now, now
+        seconds = time.monotonic()
+        self.said[run.name] = "started", seconds, seconds
         self.running[ours] = job, run, gpu, process
         if self.stopped:  # by a signal that came before this process was known
             process.terminate()
@@ -158,16 +158,16 @@ class Study:
             log = self.log_of(run)
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
             line = lines[-1] if lines else "started"
-            now = time.monotonic()
+            seconds = time.monotonic()
             last_line, since, said_at = self.said[run.name]
             if line != last_line:
-                since = now
+                since = seconds
                 print(f"{run.name}: {line}", flush=True)
-            elif now - said_at > progress.SECONDS:
-                print(f"{run.name}: {line} ({now - since:.0f} s ago)", flush=True)
+            elif seconds - said_at > progress.SECONDS:
+                print(f"{run.name}: {line} ({seconds - since:.0f} s ago)", flush=True)
             else:
                 continue
-            self.said[run.name] = line, since, now
+            self.said[run.name] = line, since, seconds
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
         """The row of a process that has ended, if its run has: it is in the results now."""

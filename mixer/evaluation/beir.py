@@ -59,8 +59,8 @@ def read_collection(folder: Path, split: str) -> Collection:
     for file in (corpus, queries, qrels):
         if not file.is_file():
             splits = sorted(path.stem for path in qrels.parent.glob("*.tsv"))
-            given = f"; --split is {split}, there are: {', '.join(splits)}" if splits else ""
-            raise UserError(f"{file} is missing{given}: {LAYOUT}")
+            splits_there = f"; --split is {split}, there are: {', '.join(splits)}" if splits else ""
+            raise UserError(f"{file} is missing{splits_there}: {LAYOUT}")
     relevance = _read_relevance(qrels)
     document_ids = [entry.id for entry in read_entries(corpus)]
     texts_of_queries = {entry.id: entry.joined() for entry in read_entries(queries)}

@@ -51,10 +51,10 @@ def library(capability: tuple[int, int], sources: Path = SOURCES, rebuild: bool 
         nvcc = find_nvcc()
         with whole_directory(directory) as stage:
             if rebuild or not path.exists():  # no other process has built it meanwhile
-                what = f"CUDA kernels for compute capability {dotted(capability)}"
-                message = f"mixer: building {what} (once, a minute or a few)"
+                kernels = f"CUDA kernels for compute capability {dotted(capability)}"
+                message = f"mixer: building {kernels} (once, a minute or a few)"
                 print(message, file=sys.stderr, flush=True)
-                with time_reported(what):
+                with time_reported(kernels):
                     build(stage, sources, nvcc, flags)
     return path
 

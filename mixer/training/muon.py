@@ -171,22 +171,22 @@ class Muon(torch.optim.Optimizer):
 
         inbox = shards[0].new_empty(sum(received), columns)
         dist.all_to_all_single(inbox, torch.cat(shards), received, sent, group=self.group)
-        whole = inbox.new_empty(len(mine), rows, columns)
-        slots = rows_by_process(whole, mine)
+        gathered = inbox.new_empty(len(mine), rows, columns)
+        slots = rows_by_process(gathered, mine)
         for slot, message in zip(slots, inbox.split([len(slot) for slot in slots]), strict=True):
             slot.copy_(message)
-        updates = iterate(normalized(whole))
+        updates = iterate(normalized(gathered))
         outbox = torch.cat(rows_by_process(updates, mine) or [updates.flatten(0, 1)])
         results = updates.new_empty(sum(sent), columns)
         dist.all_to_all_single(results, outbox, sent, received, group=self.group)
         return results.split([matrix.counts[rank] for matrix in matrices])
 
 
-def rows_by_process(whole: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+def rows_by_process(gathered: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
     """The rows that each process holds of whole matrices (matrices, rows, columns), as views: of
     the first process those of each matrix, then of the next one.
     """
-    by_matrix = [rows.split(matrix.counts) for rows, matrix in zip(whole, matrices, strict=True)]
+    by_matrix = [rows.split(matrix.counts) for rows, matrix in zip(gathered, matrices, strict=True)]
     return list(chain.from_iterable(zip(*by_matrix, strict=True)))
 
 

@@ -66,9 +66,9 @@ def continuations(
     writer = Writer(checkpoint, Sampling(new_tokens, temperature, 50, 1.0, seed))
     texts = []
     for row in [writer.tokens(prompt) for prompt in prompts]:
-        parts = []
-        writer.write(row, parts.append, seed)
-        texts.append("".join(parts))
+        pieces = []
+        writer.write(row, pieces.append, seed)
+        texts.append("".join(pieces))
     return texts
 
 
