@@ -38,7 +38,7 @@ class CheckpointWriter:
     gathers the shards of the others.
 
     `save` returns when the state is copied to the host's memory. An error in the writing thread is
-    raised by the next call.
+    raised by the next `save`, `wait` or `raise_failure`.
     """
 
     def __init__(

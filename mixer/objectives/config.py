@@ -60,8 +60,8 @@ class ObjectiveConfig:
 
 
 def traits_of(train: ObjectiveConfig, data: DataConfig) -> Traits:
-    """Of the objectives with the run's name, those of the one that learns from its data; of the
-    first one, if none does, for its `objective_problems`.
+    """Of the objectives of train.objective, those of the one that learns from data.source; of the
+    first one if none does, which `objective_problems` then refuses.
     """
     named = OBJECTIVES[train.objective]
     return next((traits for traits in named if data.source in traits.sources), named[0])

@@ -63,8 +63,8 @@ class Objective:
         return open_data(self.data, self.context, say=say)
 
     def counts_targets(self, data: Data) -> bool:
-        """Whether a step counts its targets, but for those that are -100; otherwise each token of a
-        sample counts.
+        """Whether the loss of a step is divided by its targets other than -100, or by sample_tokens
+        for each sample.
         """
         return True
 

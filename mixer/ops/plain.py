@@ -76,7 +76,7 @@ def triangular_conv(
     lags: Tensor | None = None,
 ) -> Tensor:
     """The masked-weight matmul, as one would write it in PyTorch: the weight is masked with tril
-    and multiplied in full.
+    and multiplied in full; by lag, in work of tokens times window.
     """
     tokens = x.shape[1]
     mixing = weight if lags is None else lags

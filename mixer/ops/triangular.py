@@ -239,15 +239,16 @@ def mix_row(
         positions: (batch or 1, 1) int64, below length; 1 if all samples share one. The values are
             not checked, because that would wait for the GPU. For a position outside the memory,
             the kernel returns NaN and writes nothing.
-        backend: as in `triangular_conv`; "auto" and "cuda" both use the kernel.
+        backend: "auto" and "cuda" use the kernel where it can serve; otherwise, and for "dense",
+            plain PyTorch does.
 
     Returns:
         y: (batch, 1, channels), in x's dtype, or in autocast's where it is on.
 
     The kernel (csrc/mix_row.cu) reads the memory once, finds the positions on the device and needs
     no workspace, so a decoding step can be captured in a CUDA graph. It has no derivative. Plain
-    PyTorch serves calls that may need a gradient, autocast, compiled code and kernel_size > 1. It
-    also raises the errors for shapes that do not fit.
+    PyTorch serves calls that may need a gradient, autocast, compiled code and kernel_size > 1, and
+    shapes that do not fit, with which its own operations fail.
     """
     arguments = (memory, x, weight, bias, residual, positions)
     # The compiler sees through plain PyTorch, but not through a call of the kernel.

@@ -92,8 +92,9 @@ class Trainer:
         self.accelerated = state.optimizer
         self.optimizer = self.accelerated.optimizer
         self.counters = state.counters
-        # A run that was killed between a save and its evaluation makes up for the evaluation.
-        self.owes_evaluation = evaluation_due(run.train, self.counters.step)
+        # That of step 0; and on a resume again that of the step where it stands, which a killed run
+        # may lack.
+        self.evaluates_first = evaluation_due(run.train, self.counters.step)
         self.guard = Guard(
             self.optimizer,
             scaled=self.scaler is not None,
@@ -136,7 +137,7 @@ class Trainer:
         try:
             if self.metrics:  # a copied run may lack the link, by which the best one is spared
                 self.writer.link_best(self.metrics.validation_losses)
-            if self.owes_evaluation:
+            if self.evaluates_first:
                 with self.timer.count("paused"):
                     self.evaluate()
             with profiled(self.run) if self.profiles else nullcontext() as profiler:

@@ -175,8 +175,8 @@ class Passes:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> Tensor:
-        """Adds the gradients of `factor` times the sum of the batches' losses. Returns the sum of
-        this process's losses, fp32.
+        """Leaves the gradients of `factor` times the sum of the batches' losses, as means over the
+        processes, where there are none yet. Returns the sum of this process's losses, fp32.
 
         batches: micro-batches of two tensors, (batch, tokens) int64 each.
         """

@@ -45,7 +45,7 @@ def test_the_pages_objective_trains_resumes_and_is_evaluated(run_page, tmp_path,
     assert lines[-1]["tokens"] == pytest.approx(hidden, rel=0.05)
     printed = capsys.readouterr().out
     assert re.search(r"validation loss \d\.\d+, \d+\.\d% of the hidden tokens are right", printed)
-    (data,) = re.findall(r"Next: .* --data (\S+)$", printed, re.MULTILINE)
+    (data,) = re.findall(r"^  mixer eval .* --data (\S+)$", printed, re.MULTILINE)
 
     cut = killed_after(run, 8, "cut")
     run_page(CLOZE, "name=cut", "optim.lr=1e-2")

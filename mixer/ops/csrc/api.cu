@@ -1,12 +1,12 @@
-// The library's C interface, loaded by mixer/ops/cuda.py, which checks the arguments. Every function
-// returns a cudaError_t as an int; 0 is success.
+// The library's C interface, called by mixer/ops/cuda.py; mixer/ops/triangular.py has checked the
+// arguments. Every function returns a cudaError_t as an int; 0 is success.
 #include "kernels.h"
 
 #define MIXER_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-// The only place that chooses kernels.
+// The kernel set of the GPU's architecture.
 KernelSet kernels_for(const TriangularConvParams& params) {
 #ifdef MIXER_HOPPER
   if (params.capability == 90) return hopper_kernels();

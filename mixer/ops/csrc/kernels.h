@@ -22,7 +22,7 @@ struct KernelSet {
   cudaError_t (*grad_weight)(const TriangularConvParams&);
   bool with_bias;  // grad_weight of a full weight also writes dbias
 };
-KernelSet volta_kernels();            // sm_70 and newer: mma.m8n8k4; fp16 alone
+KernelSet volta_kernels();            // sm_70 and sm_75: mma.m8n8k4; fp16 alone
 KernelSet ampere_kernels(int dtype);  // sm_80 and newer: mma.sync
 KernelSet hopper_kernels();           // sm_90a (MIXER_HOPPER): TMA and wgmma
 
