@@ -2,8 +2,7 @@
 
     python benchmarks/configurations.py --output benchmarks/results/configurations_h200
 
-Writes PATH.md. Memory is the most that tensors took at the configuration's batch size; losses are
-in nats a token, on books that are not the training ones.
+Writes PATH.md. Memory is the most that tensors took at the configuration's batch size.
 """
 
 from pathlib import Path
@@ -20,7 +19,7 @@ RUNS = {
     "recipe": ("recipe_512_h200", "recipe, 480 steps"),
     "h200, the paper's": ("recipe_512_h200", "paper"),
 }
-HEAD = ["configuration", "parameters, M", "memory, GB", "trained for, s", "loss"]
+HEAD = ["configuration", "parameters, M", "memory, GB"]
 
 
 def main() -> None:
@@ -32,8 +31,6 @@ def main() -> None:
             configuration,
             f"{run['parameters'] / 1e6:.1f}",
             f"{run['peak_memory_gb']:.1f}",
-            f"{run['training_seconds']:.0f}",
-            f"{run['validation_loss']:.3f}",
         ]
         rows.append(cells)
     files = dict.fromkeys(file for file, _ in RUNS.values())
