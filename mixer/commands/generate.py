@@ -9,6 +9,7 @@ The second line, in a terminal, asks for prompts.
 import argparse
 import math
 import sys
+from contextlib import suppress
 from functools import partial
 
 from mixer.checkpoints.model_files import existing
@@ -63,7 +64,8 @@ def ask_for_prompts(writer) -> None:
     """Continues each line that is typed, until Ctrl-D. A line that is typed again is continued in
     another way: each has a seed of its own.
     """
-    import readline  # noqa: F401  # lets input() recall and edit lines
+    with suppress(ImportError):  # some Pythons are built without it
+        import readline  # noqa: F401  # lets input() recall and edit lines
 
     say_on_stderr("Type the beginning of a text. Ctrl-D ends.")
     seed = writer.sampling.seed

@@ -2,6 +2,7 @@
 package asks an objective, and which one a run has.
 """
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -36,7 +37,7 @@ class Loss(nn.Module):
         self.model = model
 
 
-class Objective:
+class Objective(ABC):
     """What a run learns. A subclass has a `loss` and a `validate`, and whatever differs below.
 
     Attributes:
@@ -68,22 +69,23 @@ class Objective:
         """
         return True
 
+    @abstractmethod
     def loss(self, model: PreTrainedModel, group: Group = None) -> Loss:
         """The model with its loss, which the processes of `group` train together."""
-        raise NotImplementedError
 
+    @abstractmethod
     def validate(self, loss: Loss, data: Data, process: Process) -> tuple[dict[str, float], str]:
         """The entries of metrics.jsonl, of all processes together, and in words what they say
         beside `validation_loss`.
 
-        loss: of this process, in eval mode. All processes must call it as often.
+        loss: of this process, in eval mode. All processes must call it equally often.
         """
-        raise NotImplementedError
 
     def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
         """Writes what a saved model of this configuration gets, beside its weights and tokenizer,
         into its directory.
         """
+        return  # most need nothing more
 
     def eval_arguments(self) -> list[str]:
         """The options of `mixer eval` that measure what was learned."""

@@ -114,7 +114,7 @@ def write_names(axes, names: list[tuple[float, float, str, str]]) -> None:
         before = text_y
         offset = (8, (text_y - y) * height / (high - low))
         axes.annotate(
-            short_name(name),
+            name,
             (x, y),
             xytext=offset,
             textcoords="offset points",
