@@ -33,7 +33,11 @@ FILES = {
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16}
     | {"state_size": 8, "n_groups": 1, "chunk_size": 16},
-    "qwen3_next": SIZE | FULL_SECOND | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": SIZE
+    | FULL_SECOND
+    | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    | {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 16},
     "bert": SIZE,
     "gemma3": {},
     "t5": {},
