@@ -347,14 +347,14 @@ def write_rows(
 def last_rows(rows: Tensor, positions: Tensor, columns: int) -> Tensor:
     """What a ring of so many columns holds after whole texts: rows (batch, heads, tokens, channels
     of a head) at positions (batch or 1, tokens), -1 for padding, which stands behind the tokens.
-    Returns (batch, heads, at most `columns`, channels), zero where no token is.
+    Returns (batch, heads, at most `columns`, channels); what stands in a column without a token is
+    any of the text's rows, which nobody reads.
     """
     last = positions.amax(1, keepdim=True)  # (batch or 1, 1)
     column = torch.arange(min(columns, rows.shape[2]), device=rows.device)
     position = last - (last - column) % columns  # the last one that has this column
     source = position.clamp(min=0)[:, None, :, None]
-    ring = rows.gather(2, source.expand(*rows.shape[:2], -1, rows.shape[3]))
-    return ring.masked_fill((position < 0)[:, None, :, None], 0)
+    return rows.gather(2, source.expand(*rows.shape[:2], -1, rows.shape[3]))
 
 
 def mix_row(

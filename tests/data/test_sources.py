@@ -197,8 +197,11 @@ def test_a_folder_without_permission_is_named(linked):
 
 @pytest.mark.parametrize("missing", [40, 5])
 def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsys, missing):
-    rows = [{"text": f"document {n}"} for n in range(100 - missing)] + [{"text": " "}, {"text": ""}]
-    rows += [{"content": "other"}, {"text": None}] * (missing // 2) + [{}] * (missing % 2)
+    rows = [{"content": "other"}, {"text": None}] * (missing // 2) + [{}] * (missing % 2)
+    rows += [{"text": f"document {n}"} for n in range(100 - missing)] + [
+        {"text": " "},
+        {"text": ""},
+    ]
     (tmp_path / "rows.jsonl").write_bytes(lines(rows))
     config, said = settings(tmp_path / "rows.jsonl", directory=str(tmp_path / "data/d")), []
     if missing > 10:

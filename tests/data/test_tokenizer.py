@@ -5,6 +5,7 @@ import random
 import re
 import time
 
+import numpy as np
 import psutil
 import pytest
 from texts import (
@@ -26,6 +27,7 @@ from mixer.data import tokenizer as module
 from mixer.data.prepare import open_data, prepare
 from mixer.data.tokenizer import (
     PIECE,
+    TextBytes,
     existing_tokenizer,
     load_tokenizer,
     pieces,
@@ -72,6 +74,18 @@ def test_the_tokenizer_is_trained_without_the_validation_text(tmp_path):
     prepare(config_of(tmp_path, made_texts(30), **changes), quiet)
     vocabulary = load_tokenizer(tmp_path / "prepared").get_vocab()
     assert not any("zyz" in token for token in vocabulary) and len(vocabulary) == 300
+
+
+@pytest.mark.parametrize("kind", ADDS_A_SPACE)
+def test_bytes_that_a_tokenizer_adds_count_with_the_first_token_of_each_text(kind, tmp_path):
+    """Wherever the tokens are cut: what is scored may end inside of a text."""
+    tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "tokenizer", kind))
+    encode, texts = text_encoder(tokenizer), ["a bad cab", "a", "fed a cab a day"]
+    tokens = [np.append(encode(text), tokenizer.eos_token_id) for text in texts]
+    size = TextBytes(tokenizer, [np.concatenate(tokens)], sum(map(len, texts)))
+    assert [size.count(ids) for ids in tokens] == pytest.approx(list(map(len, texts)))
+    for ids in tokens:
+        assert size.count(ids[1:], ids[:-1]) == token_bytes(tokenizer)[ids[1:]].sum()
 
 
 def test_a_long_run_without_a_break_does_not_stall_the_training():

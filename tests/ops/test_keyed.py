@@ -14,7 +14,7 @@ import pytest
 import torch
 from toolchain import first_and_slow
 
-from mixer.ops import keyed_conv, plain
+from mixer.ops import keyed, keyed_conv, plain
 from mixer.ops.plain import weight_by_lag
 from mixer.ops.strips import AROUND, LARGEST_TILE, SHIFTS, strips_of
 
@@ -256,6 +256,19 @@ def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
     assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
     meta["lags"] = meta.pop("weight")[..., 0]
     assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
+
+
+def test_kernels_get_texts_up_to_the_context_and_plain_pytorch_longer_ones(monkeypatch):
+    by_kernels = []
+    monkeypatch.setattr(keyed, "kernels_serve", lambda *_: True)
+    monkeypatch.setattr(keyed, "by_kernels", lambda query, *_: by_kernels.append(query.shape[1]))
+    for tokens in (12, 16, 17):
+        texts = {name: (2, tokens, 32) for name in ("query", "key", "value")}
+        inputs = arguments_of(texts | {"lags": (2, 1, 16)})
+        del inputs["weight"]
+        y = keyed_conv(**inputs)
+    assert by_kernels == [12, 16]
+    torch.testing.assert_close(y, plain.keyed_conv(**inputs, weight=None))
 
 
 @pytest.mark.parametrize(
