@@ -69,6 +69,70 @@ def test_keyed_mixing_takes_its_kernels_or_says_what_they_take(
     assert (message in caplog.text) == (not serve)
 
 
+class OnGpu:
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __getattr__(self, name: str):
+        return getattr(self.tensor, name)
+
+
+def row_arguments(**changes) -> list:
+    """Two texts of two heads of 8 channels, whose memory has room for 12 of 16 tokens."""
+    half = {"dtype": torch.float16}
+    tensors = {
+        "memory": torch.zeros(2, 2, 12, 8, **half),
+        "x": torch.zeros(2, 1, 16, **half),
+        "weight": torch.zeros(2, 1, 16, 16),
+        "bias": torch.zeros(2, 16),
+        "residual": torch.zeros(2, 1, 16, **half),
+        "positions": torch.zeros(2, 1, dtype=torch.int64),
+    }
+    tensors |= changes
+    return [None if value is None else OnGpu(value) for value in tensors.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("memory", torch.zeros(2, 2, 12, 8)),
+        ("memory", torch.zeros(2, 2, 17, 8).half()),  # of more tokens than there are weights
+        ("memory", torch.zeros(2, 2, 8, 12).half().mT),
+        ("memory", torch.zeros(400).half()[1:385].view(2, 2, 12, 8)),  # begins at no 16 bytes
+        ("x", torch.zeros(1, 1, 16).half()),
+        ("x", torch.zeros(2, 2, 16).half()),
+        ("x", torch.zeros(2, 1, 8).half()),
+        ("weight", torch.zeros(2, 1, 16, 16).bfloat16()),
+        ("weight", torch.zeros(2, 1, 12, 16)),
+        ("weight", torch.zeros(2, 3, 16, 16)),
+        ("weight", torch.zeros(1, 1, 16, 16)),
+        ("weight", torch.zeros(2, 1, 16, 16, requires_grad=True)),
+        ("bias", torch.zeros(2, 16).half()),
+        ("bias", torch.zeros(2, 12)),
+        ("residual", torch.zeros(2, 1, 16)),
+        ("residual", torch.zeros(2, 1, 8).half()),
+        ("positions", torch.zeros(2, 1, dtype=torch.int32)),
+        ("positions", torch.zeros(2, dtype=torch.int64)),
+        ("positions", torch.zeros(3, 1, dtype=torch.int64)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.dtype} {tuple(value.shape)}",
+)
+def test_the_kernel_of_a_decoding_step_takes_no_tensor_beyond_whose_end_it_would_read(
+    gpu, name, tensor
+):
+    gpu(90)
+    one_position = torch.zeros(1, 1, dtype=torch.int64)
+    for fits in ({}, {"residual": None}, {"positions": one_position}):
+        assert triangular.kernel_serves(*row_arguments(**fits), "auto"), fits
+    assert not triangular.kernel_serves(*row_arguments(), "dense")
+    assert not triangular.kernel_serves(*row_arguments(**{name: tensor}), "auto")
+
+
 @pytest.fixture
 def wrong_by(monkeypatch):
     """Kernels that compute what plain PyTorch does on the CPU, times a factor; or that cannot run,
