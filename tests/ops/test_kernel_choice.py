@@ -149,6 +149,7 @@ def wrong_by(monkeypatch):
             return conv
 
         def keyed_conv(query, key, value, mixing, bias, decay):
+            assert (query.shape[2], value.shape[2]) == (2 * 16, 2 * 32)  # of two heads
             return plain.keyed_conv(query, key, value, None, bias, lags=mixing, decay=decay)
 
         monkeypatch.setattr(cuda, "triangular_conv", times_factor(cuda.plain_conv))
@@ -181,7 +182,7 @@ def test_kernels_that_fail_or_are_wrong_on_a_gpu_are_not_used_there(wrong_by, fa
     keyed.fault.cache_clear()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         reason = cuda.device_reason(0)
-        fault = keyed.fault(device, torch.float16, 16, 16, True)
+        fault = keyed.fault(device, torch.float16, 16, 32, True)
     for problem in (reason, fault):
         assert problem is None if said is None else said in problem
     assert reason is None or "a GPU" in reason and reason.endswith("mixer.ops.build`")
