@@ -2,6 +2,7 @@
 in real processes.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.xdist_group(f"files {number}"))
     # stable: so no worker is left alone with a long test
     items.sort(key=lambda item: item.path.stem not in LONGEST_FIRST)
+
+
+def pytest_collection_finish():
+    """What is imported stays: each training asks for several collections, which would look through
+    all of it, for a third of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ torchrun gives; signals, files and exits are as ever.
 """
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     """
     # A daemon, which ends with the tests, may have no children; a program may.
     multiprocessing.current_process()._config["daemon"] = False
+    gc.freeze()  # else each collection looks through all that was imported
     os.setpgid(0, 0)
     os.chdir(directory)
     sys.path.insert(0, str(ROOT))
