@@ -269,7 +269,7 @@ def pairs_config(write_config, small_run, tmp_path):
     data |= {"directory": str(tmp_path / "data")}
     train = {"steps": 60, "batch_size": 32, "eval_every": 20, "eval_samples": 0}
     optim = {"lr": 5e-3, "warmup_steps": 5}
-    return write_config(data=data, train=train, optim=optim)
+    return write_config(data=data, train=train, optim=optim, checkpoint={"save_every": 20})
 
 
 @pytest.mark.parametrize("architecture", ["masked_mixer", "qwen3"])
