@@ -99,6 +99,7 @@ MIXINGS = {
         "mixer_key_norm": True,
         "mixer_rotary": True,
         "mixer_key_shift": True,
+        "suffix_match": 2,
     },
     "rows": {"mixing_weight": "rows", "mixing_decay": True},
     "columns": {"mixing_weight": "columns", "mixer_gate": True},

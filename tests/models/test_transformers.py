@@ -140,6 +140,7 @@ def test_a_device_map_spreads_the_blocks(tmp_path, mixing):
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     device_map = {
         "model.embed_tokens": "cpu",
+        "model.suffix_match": "cpu",
         "model.layers.0": "cpu",
         "model.layers.1": "disk",
         "model.norm": "cpu",

@@ -21,11 +21,13 @@ from mixer.common.files import sha256
 from mixer.data.config import DataConfig, fingerprint
 from mixer.data.prepare import prepare
 from mixer.data.tokenizer import load_tokenizer
+from mixer.distributed.world import Process
 from mixer.models.architecture import ModelConfig, model_config, new_model
 from mixer.objectives.retrieval import (
     PairFile,
     PairLoss,
     info_nce,
+    score_pairs,
     text_keys,
     text_vectors,
     top1,
@@ -99,6 +101,25 @@ def test_the_loss_and_its_gradients_are_those_of_a_naive_one_whatever_the_length
     assert found.keys() == wanted.keys()
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("batch_size", [4, 5, 16])
+def test_an_evaluation_scores_each_pair_once_whatever_the_batches(batch_size, in_fp64):
+    class Pairs:
+        texts = some_texts(10)
+
+        def __len__(self) -> int:
+            return 10
+
+        def batch(self, numbers: list[int]) -> list[torch.Tensor]:
+            return [side[numbers] for side in self.texts]
+
+    model = model_of("flat")
+    process = Process(torch.device("cpu"))
+    loss = PairLoss(model, TEMPERATURE).eval()
+    scores = score_pairs(loss, Pairs(), 100, batch_size, process)
+    assert scores.pairs == 10
+    assert scores.loss == pytest.approx(naive_loss(model, *Pairs.texts).item(), rel=1e-9)
 
 
 def test_top_1_is_counted_among_the_candidates_of_each_group():
