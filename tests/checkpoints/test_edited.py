@@ -151,6 +151,14 @@ def edit(file: str, part: str, change: Callable) -> Callable:
 
 
 HEAD = "lm_head.weight"
+
+
+def rename_moment(checkpoint: Path) -> None:
+    moments = load_file(checkpoint / OPTIMIZER)
+    moments["another"] = moments.pop(f"{HEAD}/exp_avg")
+    save_file(moments, checkpoint / OPTIMIZER)
+
+
 EDITS = {
     "no lm_head": (edit("model.safetensors", HEAD, gone), f"lacks the weights {HEAD}"),
     "type": (lambda c: change_config(c, model_type="64"), "config.json that cannot be used"),
@@ -161,6 +169,7 @@ EDITS = {
     ),
     "no moments": (edit(OPTIMIZER, HEAD, gone), f"lacks {HEAD}/"),
     "that moment of all": (edit(OPTIMIZER, "/exp_avg_sq", gone), "lacks .*/exp_avg_sq"),
+    "another name": (rename_moment, "also has another"),
     "cut moment": (edit(OPTIMIZER, HEAD, lambda x: x[:-1] if x.ndim else x), f"{HEAD}/.* of shape"),
 }
 
