@@ -100,8 +100,7 @@ class MixerOptions:
     )
     mixing_backend: str = option(
         "auto",
-        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run. On GPUs other than "
-        "H100 and H200, training with auto first times both and keeps the faster",
+        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run, else dense",
         choices=BACKENDS,
     )
 
