@@ -216,9 +216,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> 
     """
     state = optimizer_state(model, optimizer)
     with safe_open(checkpoint / OPTIMIZER, "pt") as saved:
-        if odd := sorted(
-            state.keys() ^ set(saved.keys())
-        ):  # what is lacking would begin with zeros
+        # What is lacking would begin with zeros.
+        if odd := sorted(state.keys() ^ set(saved.keys())):
             raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
         for name, target in state.items():
             value = saved.get_tensor(name)

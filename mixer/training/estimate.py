@@ -51,30 +51,31 @@ def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> fl
     """What a step keeps for its backward pass, of a model of any architecture."""
     config = model.config
     blocks = len(blocks_of(model))
-    number = 4 if run.train.mixed_precision == "no" else 2  # bytes
+    number_bytes = 4 if run.train.mixed_precision == "no" else 2
     context = run.model.max_position_embeddings
     tokens = run.train.batch_size * run.objective.sample_tokens
 
     # In fp32 the softmax of the logits and its gradient.
     token_bytes = 2 * 4 * config.vocab_size if run.objective.reads_logits else 0
     if run.train.recompute == "block":
-        token_bytes += number * blocks * config.hidden_size  # the input of each
+        token_bytes += number_bytes * blocks * config.hidden_size  # the input of each
         return tokens * token_bytes
     # What goes into and comes out of each linear layer, and of both norms of a block one of these.
     head = model.get_output_embeddings()
     for layer in model.modules():
         if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
-            token_bytes += number * sum(layer.weight.shape)
-    token_bytes += number * blocks * 2 * config.hidden_size
+            token_bytes += number_bytes * sum(layer.weight.shape)
+    token_bytes += number_bytes * blocks * 2 * config.hidden_size
     if run.train.recompute == "activation":  # without that of the MLP
-        token_bytes -= number * blocks * config.intermediate_size
+        token_bytes -= number_bytes * blocks * config.intermediate_size
     # Plain PyTorch also keeps numbers for each pair of tokens: the weights of a convolution, and of
     # keyed mixing, in each text, its scores and how well tokens match.
     texts = tokens // context
     pair_bytes = 0
     for layer in model.modules():
         if isinstance(layer, TriangularConv) and not on_gpu:
-            pair_bytes += number * layer.heads * (2 * texts if isinstance(layer, KeyedConv) else 1)
+            squares = 2 * texts if isinstance(layer, KeyedConv) else 1
+            pair_bytes += number_bytes * layer.heads * squares
     return tokens * token_bytes + pair_bytes * context**2
 
 

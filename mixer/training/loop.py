@@ -113,10 +113,12 @@ class Trainer:
         self.batches = Batches(
             data.training,
             SampleOrder(len(data.training), run.seed),
-            (run.train.gradient_accumulation_steps, run.train.batch_size),
-            (world.rank, world.size),
-            self.counters.samples,
-            self.device.type == "cuda",  # pinned memory
+            micro_batches=run.train.gradient_accumulation_steps,
+            batch_size=run.train.batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            position=self.counters.samples,
+            pin=self.device.type == "cuda",
         )
         self.step_tokens = self.batches.step_samples * self.objective.sample_tokens
         self.counts_targets = self.objective.counts_targets(data)
@@ -237,7 +239,7 @@ class Trainer:
             line["loss_scale"] = self.scaler.get_scale()
         flops = useful_flops(self.model, self.run)
         precision = self.run.train.mixed_precision
-        line |= self.timer.window(counters.tokens, flops, self.world, precision)
+        line |= self.timer.lap(counters.tokens, flops, self.world, precision)
         if self.metrics:
             self.metrics.write(line)
         return as_text(line, self.run.train.steps)

@@ -42,10 +42,10 @@ class Timer:
         yield
         self.seconds[activity] += time.perf_counter() - began
 
-    def window(
+    def lap(
         self, tokens: int, flops_per_token: float, world: World, precision: str
     ) -> dict[str, float]:
-        """Since the last call: the throughput of all processes, with useful TFLOP/s and their share
+        """Since the last lap: the throughput of all processes, with useful TFLOP/s and their share
         of the devices' peak if that is known, and the share of time that this process waited for
         data. Waits for the device. tokens: trained on so far by all processes, without padding.
         """
