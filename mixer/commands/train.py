@@ -1,7 +1,7 @@
 """Train a model:
 
-    mixer train --config configs/demo.yaml [section.key=value ...]
-    accelerate launch train.py --config configs/demo.yaml [section.key=value ...]
+    mixer train --config FILE [section.key=value ...]
+    accelerate launch train.py --config FILE [section.key=value ...]
 
 Outside a checkout, launch `-m mixer train` instead of train.py.
 """

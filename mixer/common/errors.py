@@ -4,8 +4,10 @@ import argparse
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,10 +30,17 @@ class NotFinite(UserError):
 def command_parser(
     name: str, description: str | None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """The parser of a command, by how it is called. The texts are shown as they are."""
+    """The parser of a command, by how it is called. The paragraphs of the description are fitted to
+    the terminal, but for those with indented lines, as of examples.
+    """
+    width = shutil.get_terminal_size().columns - 2  # as argparse does
+    paragraphs = [
+        paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, width)
+        for paragraph in (description or "").strip().split("\n\n")
+    ]
     return argparse.ArgumentParser(
         prog=name,
-        description=description,
+        description="\n\n".join(paragraphs),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

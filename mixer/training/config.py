@@ -238,13 +238,23 @@ def override(key: str, value: Any) -> str:
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
+HELP_WIDTH = 79  # columns: of any terminal
+
+
 def describe_options() -> str:
     """Every key with its type, default, allowed values and meaning, for --help."""
     lines = ["keys and their defaults, for the YAML file or as section.key=value:"]
     for key, item in OPTIONS.items():
         allowed = allowed_values(item).replace("text in quotes", "text")
-        lines.append(f"  {override(key, item.default)}: {allowed}")
-        lines.append(textwrap.indent(textwrap.fill(item.metadata["help"], 78), " " * 6))
+        default = f"{override(key, item.default)}: {allowed}"
+        for text, indent in ((default, 2), (item.metadata["help"], 6)):
+            lines += textwrap.wrap(
+                text,
+                HELP_WIDTH,
+                initial_indent=" " * indent,
+                subsequent_indent=" " * 6,
+                break_on_hyphens=False,
+            )
     return "\n".join(lines)
 
 

@@ -157,13 +157,13 @@ def in_json(value: Any) -> Any:
 
 
 def as_text(line: dict[str, Any], steps: int) -> str:
-    """A line of metrics of a run of `steps` steps, for people."""
+    """A line of metrics of a run of `steps` steps, for people. `norm` is the gradient's."""
     step = line["step"]
     rate = line["tokens_per_second"]
     entries = [
         f"loss {line['loss']:.4f}",
-        f"lr {line['lr']:.2e}",
-        f"grad norm {line['grad_norm']:.3f}",
+        f"lr {line['lr']:.1e}",
+        f"norm {line['grad_norm']:.3f}",
     ]
     if line["skipped_steps"]:
         entries.append(f"{line['skipped_steps']} skipped")
