@@ -76,7 +76,10 @@ def table(result: dict, width: int = WIDTH) -> str:
         "The options of each run are in the JSON file."
     )
     notes = NOTES.format(", of retrieval per pair" if has_ranks(rows) else "")
-    return "\n\n".join([*sections, wrapped(notes, width), wrapped(origin, width)]) + "\n"
+    # In old results, by hand: what trains such runs today, where the command is gone.
+    later = [result["note"]] if "note" in result else []
+    paragraphs = [wrapped(text, width) for text in (notes, origin, *later)]
+    return "\n\n".join([*sections, *paragraphs]) + "\n"
 
 
 def has_ranks(rows: Iterable[dict]) -> bool:
