@@ -135,9 +135,9 @@ def _compared(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def take_backends(model: PreTrainedModel, mixing: dict[str, str], world: World) -> None:
-    """Goes on with the backends that a run of version 0.2.0 began with, as the entry `mixing` of
-    trainer.json has them: another would round differently. There, `auto` could stand for plain
-    PyTorch also where our kernels run.
+    """Goes on with the backends that a run has begun with, as the entry `mixing` of trainer.json
+    has them: another would round differently. While training timed both first, `auto` could stand
+    for plain PyTorch also where our kernels run.
     """
     for entry, backend in mixing.items():
         if backend != "dense":
