@@ -107,7 +107,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
     )
 
 
-def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
+def load_matching_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model in fp32, with the mixing backend of `config`. Raises UserError if it
     cannot be read, or has another configuration, naming each field that differs.
     """
@@ -158,7 +158,7 @@ def start_from(
     try:
         directory = settled(directory)
         check_checkpoint(directory)
-        model = load_model(directory, config)
+        model = load_matching_model(directory, config)
         if specification(read_tokenizer(str(directory))) != specification(tokenizer):
             raise UserError(
                 f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer="
@@ -177,7 +177,7 @@ def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return json.loads(tokenizer.backend_tokenizer.to_str()) | left_out
 
 
-def resume(
+def load_state(
     checkpoint: Path, trainer: dict, model: nn.Module, optimizer: Optimizer, world: World
 ) -> None:
     """Loads all state besides the model: the optimizer's and the loss scale. Steps draw no random

@@ -47,8 +47,7 @@ class TrainConfig(ObjectiveConfig):
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile; blocks: each block, the final norm and the loss; auto: blocks on GPUs "
-        "with Triton",
+        "torch.compile; blocks: each block, the final norm and the loss; auto: blocks on GPUs",
         choices=("auto", "no", "blocks"),
     )
     cuda_graphs: str = option(

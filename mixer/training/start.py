@@ -126,7 +126,7 @@ def resumed_state(
     """
     trainer = restore.load_trainer(checkpoint, record["data"])
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = whole_or_meta(lambda: restore.load_model(checkpoint, config), config, world)
+    model = whole_or_meta(lambda: restore.load_matching_model(checkpoint, config), config, world)
     counters = Counters.of_trainer(trainer)
     step = counters.step
     record["earlier"] = trainer["earlier"]
@@ -140,7 +140,7 @@ def resumed_state(
         record["mixing"] = trainer["mixing"]
         restore.take_backends(model, trainer["mixing"], world)
     passes, optimizer = parallelize(model, run, world)
-    restore.resume(checkpoint, trainer, model, optimizer.optimizer, world)
+    restore.load_state(checkpoint, trainer, model, optimizer.optimizer, world)
     is_own = checkpoint.resolve().parent == run.directory.resolve()  # and not another run's
     wandb_id = trainer["wandb_id"] if is_own else None
     return State(model, passes, optimizer, counters, record, checkpoint, wandb_id)
