@@ -193,6 +193,9 @@ def uses_kernels(backend: str, x: Tensor, heads: int) -> bool:
 
 @constant_in_a_graph
 def _uses_kernels(backend: str, device: torch.device, dtype: torch.dtype, is_aligned: bool) -> bool:
+    """`uses_kernels`, for a backend other than dense. What the kernels support is as in
+    `kernels_for` of csrc/api.cu.
+    """
     supports = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
     if supports and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
         problem = cuda.fault(device.index)

@@ -76,6 +76,8 @@ LONG = 2048  # tokens of context; LONG_LAGS_LR is for longer ones
 
 @dataclass
 class OptimConfig:
+    """The optimizers, their learning rates, and how these rise and fall."""
+
     name: str = option(
         "adamw",
         "adamw, or muon: Muon for the matrices of linear layers, AdamW for the rest",
@@ -111,6 +113,8 @@ class OptimConfig:
 
 @dataclass
 class CheckpointConfig:
+    """When a run is saved, which checkpoints are kept, and from which one it continues."""
+
     save_every: int = option(1000, "steps between checkpoints; 0: only at the end", at_least=0)
     save_last: bool = option(True, "save at the end; false: for runs that are only timed")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
@@ -124,6 +128,8 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
+    """How often metrics are written, and where else they go."""
+
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
     tracker: str = option(
         "none",
@@ -281,7 +287,7 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
         name = key.rpartition(".")[2]
         near = [option for option in OPTIONS if option.rpartition(".")[2] == name]
         near += difflib.get_close_matches(key, OPTIONS, 1)
-        hint = f"did you mean {near[0]}?" if near else "allowed keys: python train.py --help"
+        hint = f"did you mean {near[0]}?" if near else "allowed keys: mixer train --help"
         return f"unknown key {key} = {value!r}; {hint}"
     choices = OPTIONS[key].metadata.get("choices", ())
     if isinstance(value, bool) and str(value).lower() in choices:

@@ -392,6 +392,7 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
 
 
 def too_large(run: RunConfig, device: torch.device) -> UserError:
+    """The error for a run that has just filled the memory, with the sizes to lower."""
     names = ["max_position_embeddings"]
     if run.model.architecture != "auto":
         names += ["hidden_size", "num_hidden_layers"]

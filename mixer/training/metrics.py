@@ -133,6 +133,7 @@ class Metrics:
 
 
 def _start_tracker(run: RunConfig, wandb_id: str | None) -> GeneralTracker | None:
+    """What logging.tracker names; None for "none". wandb_id: of the run at wandb, to go on with."""
     name = run.logging.tracker
     if name == "none":
         return None
