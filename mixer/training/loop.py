@@ -92,8 +92,7 @@ class Trainer:
         self.accelerated = state.optimizer
         self.optimizer = self.accelerated.optimizer
         self.counters = state.counters
-        # That of step 0; and on a resume again that of the step where it stands, which a killed run
-        # may lack.
+        # Step 0; on a resume the step where the run stands, whose evaluation a killed run may lack.
         self.evaluates_first = evaluation_due(run.train, self.counters.step)
         self.guard = Guard(
             self.optimizer,
@@ -102,13 +101,13 @@ class Trainer:
             device=self.device,
         )
         self.writer = CheckpointWriter(
-            run.directory,
-            run.checkpoint.keep,
-            run.checkpoint.keep_every,
-            world,
-            self.model,
-            data.tokenizer,
-            self.objective.write_beside,
+            directory=run.directory,
+            keep=run.checkpoint.keep,
+            keep_every=run.checkpoint.keep_every,
+            world=world,
+            model=self.model,
+            tokenizer=data.tokenizer,
+            write_beside=self.objective.write_beside,
         )
         self.batches = Batches(
             data.training,

@@ -68,14 +68,13 @@ class Metrics:
     """Writes the metrics of a run that stands at `step`; only the main process has one.
 
     Lines that a killed run wrote after its checkpoint of `step` are removed, so that the file has
-    each step once, and so are the validation losses of `step` itself where they are computed
-    `again`. The tracker gets the lines that it lacks: wandb's own process may have lost some with
-    the kill.
+    each step once, and so are the scores of `step` itself if the run `evaluates_again`. The tracker
+    gets the lines that it lacks: wandb's own process may have lost some with the kill.
 
     wandb_id: of the run at wandb, where it goes on there.
     """
 
-    def __init__(self, run: RunConfig, step: int, again: bool, wandb_id: str | None):
+    def __init__(self, run: RunConfig, step: int, evaluates_again: bool, wandb_id: str | None):
         path = run.directory / "metrics.jsonl"
         self.name = run.logging.tracker
         self.validation_losses: dict[int, float] = {}  # by step
@@ -85,8 +84,8 @@ class Metrics:
         self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
         texts = []
         for text, line in readable_lines(path, print) if path.exists() else ():
-            is_again = again and "validation_loss" in line
-            if line["step"] < step or (line["step"] == step and not is_again):
+            comes_again = evaluates_again and "validation_loss" in line
+            if line["step"] < step or (line["step"] == step and not comes_again):
                 texts.append(text + "\n")
                 self._note(line)
         write_text(path, "".join(texts))
