@@ -7,7 +7,7 @@ from statistics import mean
 
 from mixer.common.files import write_text
 from mixer.objectives.config import CANDIDATES
-from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis, short_name, write_names
+from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis, write_names
 from mixer.reporting.text import (
     ACCURACY,
     COUNT,
@@ -245,7 +245,7 @@ def draw_runs(axes, runs: dict) -> None:
         times = [step * seconds / row["steps"] for step in steps]
         axes.plot(times, losses, color=colour, linewidth=1)
         axes.plot(seconds, validation_loss, "o", color=colour, markersize=6)
-        names.append((last, validation_loss, f"{short_name(name)}: {validation_loss:.3f}", colour))
+        names.append((last, validation_loss, f"{name}: {validation_loss:.3f}", colour))
     write_names(axes, names)
 
 
@@ -266,7 +266,7 @@ def draw_kinds(axes, kinds: dict, runs: dict) -> None:
         times = [row["training_seconds"] for row in best]
         losses = [row["validation_loss"] for row in best]
         axes.plot(times, losses, "o", color=colour, markersize=6)
-        names.append((times[-1], losses[-1], short_name(kind_name), colour))
+        names.append((times[-1], losses[-1], kind_name, colour))
         for rows in repeated(runs).values():
             if rows[0] in best:
                 draw_spread(axes, rows, colour)
