@@ -15,6 +15,7 @@ from torch import Tensor
 from mixer.common.errors import first_line
 from mixer.ops import cuda, plain
 from mixer.ops.plain import in_autocast_dtype
+from mixer.ops.registration import operator
 from mixer.ops.strips import Weights, weights_of
 from mixer.ops.triangular import constant_in_a_graph, require, warn_once
 
@@ -82,9 +83,7 @@ def keyed_conv(
     if (
         backend != "dense"
         and tokens <= context
-        and kernels_serve(
-            query.device, query.dtype, key_size, value_size, context, lags is not None
-        )
+        and uses_kernels(query.device, query.dtype, key_size, value_size, context, lags is not None)
     ):
         return by_kernels(query, key, value, mixing, bias, decay)
     return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
@@ -142,7 +141,7 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
 
 
 @constant_in_a_graph
-def kernels_serve(
+def uses_kernels(
     device: torch.device,
     dtype: torch.dtype,
     key_size: int,
@@ -150,12 +149,12 @@ def kernels_serve(
     context: int,
     by_lag: bool,
 ) -> bool:
-    """Whether the kernels can take keys and values of so many numbers in each head. Where they
-    cannot take a GPU tensor, or fail on its GPU, the log says so, once.
+    """Whether `keyed_conv` uses the kernels for keys and values of so many numbers in each head.
+    Where they cannot take a GPU tensor, or fail on its GPU, the log says so, once.
     """
     if device.type != "cuda":
         return False
-    serve = (
+    supports = (
         torch.version.hip is None
         and HAS_TRITON
         and cuda.device_facts(device.index)[0] >= 80
@@ -164,7 +163,7 @@ def kernels_serve(
         and value_size in SIZES
         and context <= MOST_CONTEXT
     )
-    if not serve:
+    if not supports:
         warn_once(
             f"keyed mixing runs without kernels for {dtype}, keys of {key_size} and values of "
             f"{value_size} numbers in a head, and a context of {context}; they take float32, "
@@ -172,10 +171,10 @@ def kernels_serve(
             f"{MOST_CONTEXT}, on NVIDIA GPUs of compute capability 8.0 or newer with Triton "
             "(`pip install triton`)"
         )
-    problem = fault(device, dtype, key_size, value_size, by_lag) if serve else None
+    problem = fault(device, dtype, key_size, value_size, by_lag) if supports else None
     if problem:
         warn_once(f"keyed mixing runs without kernels, which fail on this GPU: {problem}")
-    return serve and problem is None
+    return supports and problem is None
 
 
 @functools.cache
@@ -202,7 +201,7 @@ def fault(
         return plain.keyed_conv(query, key, value, mixing, bias)
 
     try:
-        return cuda.apart(
+        return cuda.compare(
             functools.partial(by_kernels, decay=decay), expected, shapes, device, dtype
         )
     except Exception as error:  # what Triton and CUDA raise has no type of its own
@@ -220,8 +219,8 @@ def by_kernels(
 # ------------------------------------------------------------------------- the operators
 
 
-@torch.library.custom_op("mixer::keyed_conv", mutates_args=())
-def operator(
+@operator("mixer::keyed_conv")
+def values_and_levels(
     query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor,
     tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -233,7 +232,7 @@ def operator(
     return keyed_kernels.forward(query, key, value, Weights(tiles, rest, falls), bias)
 
 
-@operator.register_fake
+@torch.library.register_fake("mixer::keyed_conv")
 def _(query, key, value, mixing, bias, tiles, rest, falls):
     y = torch.empty_like(value, memory_format=torch.contiguous_format)
     batch, tokens, _ = query.shape
@@ -241,7 +240,7 @@ def _(query, key, value, mixing, bias, tiles, rest, falls):
     return y, query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op("mixer::keyed_conv_gradients", mutates_args=())
+@operator("mixer::keyed_conv_gradients")
 def gradients(
     dy: Tensor, y: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, level: Tensor,
     tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
@@ -261,7 +260,7 @@ def gradients(
     return inputs, sums, gradient(dy, query, key, value, level, context)
 
 
-@gradients.register_fake
+@torch.library.register_fake("mixer::keyed_conv_gradients")
 def _(dy, y, query, key, value, bias, level, tiles, rest, falls, context, by_lag, of_mixing):
     batch, heads, tokens = level.shape
     channels = sum(x.shape[-1] for x in (query, key, value))
@@ -307,4 +306,4 @@ def _backward(ctx, dy, _):
     return dquery, dkey, dvalue, dmixing, dbias.to(ctx.dtype), None, None, None
 
 
-operator.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("mixer::keyed_conv", _backward, setup_context=_setup_context)

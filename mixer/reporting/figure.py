@@ -5,6 +5,7 @@ matplotlib is optional, so it is imported where a picture is drawn.
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 GREY = "#777777"
 PLAIN = "{x:,g}"  # the marks of an axis
 Layout = Literal["constrained", "compressed", "tight"]  # of a figure
-LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
+LONGEST_NAME = 40  # of a curve: of a longer name the end is shown, or it is wrapped
 STYLE: dict[Any, object] = {
     "figure.constrained_layout.use": True,
     "font.size": 11,
@@ -103,18 +104,21 @@ def log_axis(
 
 
 def write_names(axes, names: list[tuple[float, float, str, str]]) -> None:
-    """Writes (x, y, name, colour) to the right of their points, at least a line apart."""
+    """Writes (x, y, name, colour) to the right of their points, one below another, in lines of at
+    most LONGEST_NAME characters.
+    """
     axes.figure.draw_without_rendering()  # settles the limits
     low, high = axes.get_ylim()
     height = axes.get_window_extent().height / axes.figure.dpi * 72  # points
-    line = 1.15 * 10 * (high - low) / height  # of the text, in units of y
-    before = -math.inf
+    line = 1.2 * 10 * (high - low) / height  # of the text, in units of y
+    top = -math.inf  # of the names so far
     for x, y, name, colour in sorted(names, key=lambda entry: entry[1]):
-        text_y = max(y, before + line)
-        before = text_y
+        wrapped = textwrap.wrap(name, LONGEST_NAME)
+        text_y = max(y, top + line * len(wrapped) / 2)
+        top = text_y + line * len(wrapped) / 2
         offset = (8, (text_y - y) * height / (high - low))
         axes.annotate(
-            name,
+            "\n".join(wrapped),
             (x, y),
             xytext=offset,
             textcoords="offset points",
