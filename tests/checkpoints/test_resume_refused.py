@@ -73,9 +73,11 @@ def test_the_card_and_the_configuration_of_a_run_say_what_each_step_was_trained_
 ):
     config = write_config()
     changes = ["optim.lr=0.01", "train.steps=14", "logging.log_every=2"]
+    last = [line["lr"] for line in read_lines(finished) if "lr" in line][-1]
     output = launch("--config", config, *changes, "data.subset=").succeed()
     changed = "train.steps = 14 (was 12), optim.lr = 0.01 (was 0.002)"
     assert f"settings from step 13 on: {changed}" in output
+    assert f"the learning rate jumps from {last:.3g} to" in output
     earlier = "Until step 12: train.steps = 12, optim.lr = 0.002"
     assert f"# {earlier}\n" in (finished / "config.yaml").read_text()
     assert load_config(str(finished / "config.yaml"), []).optim.lr == 0.01

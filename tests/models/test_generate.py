@@ -156,6 +156,12 @@ def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
         assert largest <= model.config.max_position_embeddings + model.config.suffix_match + 3
         with pytest.raises(ValueError, match="last 4 of 90 tokens .* allowed: 3"):
             cache.crop(-4)
+        columns = min(memory.shape[2] for memory in cache.memories.values())
+        cache.reset()
+        model(ids[:, :columns], past_key_values=cache)
+        cache.crop(-5)  # of tokens that have overwritten none
+        logits = model(ids[:, columns - 5 : columns], past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected[:, columns - 5 : columns])
     mask = torch.ones_like(ids)
     mask[0, :7] = mask[0, 45:60] = mask[0, 75] = 0
     cache = MixingCache(model.config)
