@@ -95,7 +95,8 @@ def test_a_compiled_run_of_two_processes_has_the_losses_of_an_eager_one_and_resu
     assert "resuming" in launch("--config", config, "name=parts", **on_two).succeed()
     assert_same(parts, whole, 12)
 
-    launch("--config", config, "name=eager", "train.compile=no", "train.batch_size=4").succeed()
+    plain = ("--config", config, "name=eager", "train.compile=no", "train.batch_size=4")
+    assert "train.compile:" not in launch(*plain).succeed()
     assert read_losses(whole) == pytest.approx(read_losses(eager), rel=1e-5)
     validation = [
         [line["validation_loss"] for line in read_lines(run) if "validation_loss" in line]
