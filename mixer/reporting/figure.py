@@ -105,18 +105,17 @@ def log_axis(
 def write_names(axes, names: list[tuple[float, float, str, str]]) -> None:
     """Writes (x, y, name, colour) to the right of their points, at least a line apart."""
     axes.figure.draw_without_rendering()  # settles the limits
-    low, high = axes.get_ylim()
-    height = axes.get_window_extent().height / axes.figure.dpi * 72  # points
-    line = 1.15 * 10 * (high - low) / height  # of the text, in units of y
+    pixels = axes.figure.dpi / 72  # of a point
+    line = 1.15 * 10 * pixels  # of the text
     before = -math.inf
-    for x, y, name, colour in sorted(names, key=lambda entry: entry[1]):
-        text_y = max(y, before + line)
-        before = text_y
-        offset = (8, (text_y - y) * height / (high - low))
+    heights = [axes.transData.transform((x, y))[1] for x, y, *_ in names]
+    for height, (x, y, name, colour) in sorted(zip(heights, names, strict=True)):
+        text_height = max(height, before + line)
+        before = text_height
         axes.annotate(
             name,
             (x, y),
-            xytext=offset,
+            xytext=(8, (text_height - height) / pixels),
             textcoords="offset points",
             color=colour,
             fontsize=10,
