@@ -86,7 +86,9 @@ def blocks(settings: dict) -> str:
     if not settings.get("model.mixer_key_size"):
         return f"no attention, {total}"
     keyed_mixing = "attention" if settings.get("model.mixer_attention") else "keys"
-    return f"{keyed_mixing} in {total // settings['model.mixer_keyed_every']} of {total}"
+    listed = settings.get("model.mixer_keyed_blocks")
+    keyed = len(listed) if listed else total // settings["model.mixer_keyed_every"]
+    return f"{keyed_mixing} in {keyed} of {total}"
 
 
 def window(settings: dict) -> str:

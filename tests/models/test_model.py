@@ -124,6 +124,20 @@ def test_keyed_mixing_in_every_second_block_leaves_the_others_to_flat_or_gated_m
         assert model.model.layers[0].mixing.conv.heads == (4 if gate else 1)
 
 
+def test_keyed_mixing_stands_in_the_blocks_of_a_list_which_a_saved_model_keeps(tmp_path):
+    shape = {"num_hidden_layers": 4, "num_mixer_heads": 4, "mixer_key_size": 2}
+    small_model(**shape, mixer_keyed_blocks=[3, 4]).save_pretrained(tmp_path)
+    model = MaskedMixerForCausalLM.from_pretrained(tmp_path)
+    names = [type(layer.mixing).__name__ for layer in model.model.layers]
+    assert names == ["Flat", "Flat", "Keyed", "Keyed"]
+    torch.manual_seed(0)
+    listed = small_model(**shape, mixer_keyed_blocks=[2, 4])
+    torch.manual_seed(0)
+    every_second = small_model(**shape, mixer_keyed_every=2)
+    ids = torch.randint(0, 50, (2, 12))
+    assert torch.equal(listed(ids).logits, every_second(ids).logits)
+
+
 def mixed_by_heads(conv, x):
     """x (batch, 12, channels), each head's channels mixed by an nn.Conv1d with a masked weight."""
     mixed = []
@@ -257,6 +271,9 @@ def test_options_that_do_not_go_together_are_refused():
         ({"mixer_key_size": 2, "mixer_gate": True}, "mixer_keyed_every = 1; allowed: mixer_keyed"),
         ({"mixer_keyed_every": 2}, "mixer_keyed_every = 2; allowed: with a mixer_key_size"),
         ({"mixing_weight": "rows", "mixer_kernel_size": 3}, "3; allowed: full or lags"),
+        ({"mixer_keyed_blocks": [1]}, "mixer_keyed_blocks = .1.; allowed: with a mixer_key_size"),
+        ({"mixer_key_size": 2, "mixer_keyed_blocks": [0]}, "allowed: numbers of blocks, from 1 on"),
+        ({"mixer_key_size": 2, "mixer_keyed_blocks": "2"}, "mixer_keyed_blocks = '2'; allowed: a"),
     ):
         with pytest.raises(ValueError, match=words):
             MaskedMixerConfig(**(SMALL | change))

@@ -17,6 +17,7 @@ from mixer.ops.plain import by_head, is_seen, lags_from, turn
 from .cache import MixingCache, ModuleId
 from .configuration import RECURRENT, MaskedMixerConfig
 from .convolution import KeyedConv, KeyedLagConv, LagConv, RecurrentConv, TriangularConv
+from .model_options import keyed_blocks
 
 BASE = 10000.0  # the wavelengths of rotations, in tokens: from 2 pi to 2 pi BASE
 
@@ -225,7 +226,7 @@ class Attention(nn.Module):
 
 # The first line whose condition holds for a configuration and the number of a block, from 0 on.
 VARIANTS = [
-    (lambda c, block: c.mixer_key_size > 0 and (block + 1) % c.mixer_keyed_every == 0, Keyed),
+    (lambda c, block: block + 1 in keyed_blocks(c), Keyed),
     (lambda c, block: c.mixer_gate, Gated),
     (lambda c, block: True, Flat),
 ]

@@ -14,6 +14,7 @@ RECURRENT = ("rows", "columns", "mixed")
 # Options that need a mixer_key_size.
 OF_KEYS = (
     "mixer_keyed_every",
+    "mixer_keyed_blocks",
     "mixer_attention",
     "mixer_key_norm",
     "mixer_rotary",
@@ -53,6 +54,9 @@ class MixerOptions:
     )
     mixer_keyed_every: int = option(
         1, "with keys: keyed mixing in every n-th block, gated or flat in the others", at_least=1
+    )
+    mixer_keyed_blocks: list | None = option(
+        None, "in place of mixer_keyed_every: the blocks with keyed mixing, from 1 on, as in [3, 5]"
     )
     mixer_attention: bool = option(False, "with keys: softmax attention instead of keyed mixing")
     mixer_key_norm: bool = option(False, "with keys: RMS-normalize queries and keys in each head")
@@ -100,8 +104,7 @@ class MixerOptions:
     )
     mixing_backend: str = option(
         "auto",
-        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run. On GPUs other than "
-        "H100 and H200, training with auto first times both and keeps the faster",
+        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run",
         choices=BACKENDS,
     )
 
@@ -116,6 +119,16 @@ class ModelOptions(MixerOptions):
 NAMES = tuple(item.name for item in dataclasses.fields(ModelOptions))
 
 
+def keyed_blocks(options: MixerOptions) -> list[int]:
+    """The numbers of the blocks with keyed mixing, from 1 on."""
+    if not options.mixer_key_size:
+        return []
+    if options.mixer_keyed_blocks is not None:
+        return options.mixer_keyed_blocks
+    every = options.mixer_keyed_every
+    return list(range(every, options.num_hidden_layers + 1, every))
+
+
 def shape_problems(options: MixerOptions) -> list[str]:
     """One line for each rule broken by options that are allowed alone, but not together."""
     heads = options.num_mixer_heads
@@ -124,7 +137,14 @@ def shape_problems(options: MixerOptions) -> list[str]:
     gate = options.mixer_gate
     form = options.mixing_weight
     window = options.mixing_window
-    keyed_in_all = keys and options.mixer_keyed_every == 1  # blocks
+    blocks = range(1, options.num_hidden_layers + 1)
+    listed = options.mixer_keyed_blocks
+    is_list_wrong = listed is not None and (
+        not listed
+        or not all(type(block) is int and block in blocks for block in listed)
+        or sorted(set(listed)) != listed
+    )
+    keyed_in_all = keyed_blocks(options) == list(blocks)
     recurrent = form in RECURRENT
     shift = options.mixing_init == "shift"
     of_keys = [name for name in OF_KEYS if getattr(options, name) != getattr(MixerOptions, name)]
@@ -141,9 +161,19 @@ def shape_problems(options: MixerOptions) -> list[str]:
             "expansion alone",
         ),
         (
+            is_list_wrong,
+            ["mixer_keyed_blocks", "num_hidden_layers"],
+            "numbers of blocks, from 1 on, each once and in order",
+        ),
+        (
+            listed is not None and options.mixer_keyed_every > 1,
+            ["mixer_keyed_blocks", "mixer_keyed_every"],
+            "one of them",
+        ),
+        (
             gate and keyed_in_all,
             ["mixer_gate", "mixer_key_size", "mixer_keyed_every"],
-            "mixer_keyed_every above 1",
+            "mixer_keyed_every above 1, or some of the blocks in mixer_keyed_blocks",
         ),
         (
             (gate or keyed_in_all) and not options.mixer_projections,
