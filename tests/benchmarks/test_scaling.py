@@ -24,10 +24,10 @@ BUDGETS = (20, 60, 200)
 SIZES = (0.6, 1.2, 2.4)  # of the best one after a time
 FLOOR = 1.8
 KINDS = ("transformer", "mixer")
-# What a toy of the plan divides its sizes by.
+# What a toy of the plan divides its sizes by, and has in their place.
 SMALLER = {"model.hidden_size": 16, "model.intermediate_size": 16, "model.mixer_key_size": 16}
-SMALLER |= {"model.num_hidden_layers": 2, "model.mixer_keyed_every": 2}
-HEADS = ("model.num_attention_heads", "model.num_mixer_heads")
+SMALLER |= {"model.num_hidden_layers": 2}
+TOY = {"model.num_attention_heads": 2, "model.num_mixer_heads": 2, "model.mixer_keyed_blocks": [2]}
 
 
 def made_up(ratio: float, growth: float = 1.0, sizes=SIZES, seeds: int = 2) -> dict:
@@ -121,7 +121,7 @@ def test_the_plan_at_toy_size_is_cut_and_goes_on_and_has_a_report(small_run, tmp
         for key, divisor in SMALLER.items():
             if key in options:
                 options[key] //= divisor
-        options |= {key: 2 for key in HEADS if key in options}
+        options |= {key: value for key, value in TOY.items() if key in options}
         options["seconds"] = [seconds / 200 for seconds in options.get("seconds", [20])]
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
     output = tmp_path / "toy"
@@ -142,7 +142,7 @@ def test_the_plan_at_toy_size_is_cut_and_goes_on_and_has_a_report(small_run, tmp
     monkeypatch.setattr("sys.argv", ["scaling.py", f"{output}.json", "--output", f"{output}_law"])
     scaling.main()
     text = (tmp_path / "toy_law.md").read_text()
-    assert "How many times as much Qwen3-style transformer needs as attention in every" in text
+    assert "How many times as much Qwen3-style transformer needs as attention in some" in text
     budgets = [row[1] for row in rows(text) if len(row) == 7]
     assert budgets == ["budget, s", *2 * ["0.1", "0.3", "1"]]
     assert_png(tmp_path / "toy_law.png")
