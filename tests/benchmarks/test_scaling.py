@@ -50,7 +50,7 @@ def made_up(ratio: float, growth: float = 1.0, sizes=SIZES, seeds: int = 2) -> d
                     row |= {"useful_tflops": 300.0}
                     row["validation_loss"] = loss * math.exp(noise.gauss(0, 1e-3))
                     runs[f"{kind} {size}, {budget} s, seed {seed}"] = row
-    kinds = {kind: {str(size): {} for size in sizes} for kind in KINDS}
+    kinds = {kind: {str(size): {"seconds": [*BUDGETS]} for size in sizes} for kind in KINDS}
     return {"plan": {"kinds": kinds, "seconds": 20}, "runs": runs}
 
 
@@ -89,7 +89,7 @@ def test_of_several_rates_the_better_one_counts_and_nothing_of_sweeps():
     for name, row in [*result["runs"].items()]:
         worse = row | {"lr": 1e-2, "validation_loss": row["validation_loss"] + 1}
         result["runs"][f"{name}, worse"] = worse
-        result["runs"][f"{name}, swept"] = row | {"budget": 5.0, "validation_loss": 1.0}
+        result["runs"][f"{name}, swept"] = row | {"budget": row["budget"] / 4, "validation_loss": 1}
         result["runs"][f"{name}, speed"] = row | {"budget": 0, "validation_loss": 1.0}
         result["runs"][f"{name}, failed"] = row | {"lr": 1, "failure": "loss not finite"}
     result["plan"] |= {"rates": [1e-3, 1e-2], "sweep_share": 0.25}
