@@ -3,6 +3,7 @@ put this module in the kernels' place where there is no GPU.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mixer.ops import cuda, plain, triangular
+from mixer.ops import plain, triangular
 from mixer.ops.cuda import lag_zero, packed_shape, window_of
 from mixer.ops.plain import (
     by_each_head,
@@ -25,15 +26,23 @@ from mixer.ops.plain import (
 @contextlib.contextmanager
 def replacing_the_kernels() -> Iterator[None]:
     """Backend "cuda" runs these functions, on a CPU."""
-    cuda.one_tap.register_kernel("cpu")(one_tap)
-    cuda.grad_input.register_kernel("cpu")(lambda *arguments: grad_input(*arguments))
-    cuda.grad_weight.register_kernel("cpu")(lambda *arguments: grad_weight(*arguments))
-    cuda.short_conv.register_kernel("cpu")(short_conv)
-    cuda.short_gradients.register_kernel("cpu")(short_gradients)
+    register()
     # What the compiler reads as constant, as the function in whose place it stands.
     take = torch.compiler.assume_constant_result(lambda backend, *_: backend == "cuda")
     with mock.patch.object(triangular, "_kernels_take", take):
         yield
+
+
+@functools.cache  # once in a process
+def register() -> None:
+    """Makes these functions the operators' kernels on a CPU."""
+    implement = torch.library.impl
+    implement("mixer::triangular_conv", "CPU", one_tap)
+    # A test may replace these two.
+    implement("mixer::triangular_conv_grad_input", "CPU", lambda *rest: grad_input(*rest))
+    implement("mixer::triangular_conv_grad_weight", "CPU", lambda *rest: grad_weight(*rest))
+    implement("mixer::short_conv", "CPU", short_conv)
+    implement("mixer::short_conv_gradients", "CPU", short_gradients)
 
 
 def one_tap(

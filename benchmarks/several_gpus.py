@@ -6,11 +6,16 @@
 start   All processes start at once, without data and kernels: how often these are made, and how
         long until the first loss.
 speed   Tokens/s with DDP on several GPUs against so many times one.
-fsdp    Tokens/s and memory with FSDP against DDP, at hidden size 2048.
+fsdp    Tokens/s and memory with FSDP against DDP, at hidden size 2048; also of DDP without a CUDA
+        graph, and of FSDP whose weights stay from the forward to the backward pass.
+muon    How far the losses of FSDP are from those of DDP, over 200 steps with Muon.
 kill    One process gets SIGKILL at a random step, and the same command goes on; several times.
         Whether the run ends with the bits of the undisturbed one, which is that of `start`.
 resume  Half of the processes go on from a checkpoint of all, then all again, with the same global
         batch: how far the losses are from those of the undisturbed run.
+large   The recipe at hidden size 4096 with 24 blocks, by FSDP: speed and memory. One process gets
+        SIGKILL, and the same command goes on: whether the steps after the checkpoint have the same
+        losses. Then one GPU goes on from there with recomputation.
 
 All parts but `speed` take the largest number of processes. Speeds are measured in rounds. A run's
 tokens/s are the median of its windows of logged steps after the first, which holds the start.
@@ -31,7 +36,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +52,7 @@ from mixer.common.hardware import ROOT
 from mixer.reporting.text import read_metrics, series
 from mixer.training.config import read_yaml
 
-PARTS = ("start", "speed", "fsdp", "kill", "resume")
+PARTS = ("start", "speed", "fsdp", "muon", "kill", "resume", "large")
 # The text of configs/comparison.yaml, which is on every machine.
 TEXT = ["data.source=builtin", "data.path=", "data.subset=packages", "data.max_documents=5200"]
 TEXT += ["data.validation_fraction=0.02", "model.max_position_embeddings=512"]
@@ -55,6 +60,7 @@ TEXT += ["train.eval_every=0", "train.eval_samples=8"]
 FLAT = ["--config", "configs/comparison.yaml", *TEXT]
 KEYED = ["--config", "configs/keyed.yaml", *TEXT]
 LARGE = [*FLAT, "model.hidden_size=2048"]
+RECIPE = ["--config", "configs/recipe.yaml", *TEXT, "logging.log_every=1"]
 SPEEDS = [("flat", FLAT, 32), ("flat", FLAT, 128), ("keyed by lag", KEYED, 128)]
 WINDOWS = 5  # logged ones after the first
 WINDOW_SAMPLES = 640  # of a GPU in each
@@ -63,6 +69,14 @@ MEASURED = ("tokens_per_second", "peak_memory_gb")  # of a window, as the metric
 FSDP_CONFIG = read_yaml(ROOT / "configs/accelerate/1x8_fsdp.yaml")["fsdp_config"]
 FSDP = {"ACCELERATE_USE_FSDP": "true"}
 FSDP |= {key.upper(): str(value) for key, value in FSDP_CONFIG.items()}
+GATHERED_ONCE = FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "false"}
+NO_GRAPH = [*LARGE, "train.cuda_graphs=false"]
+ENGINES = {
+    "DDP": (LARGE, {}),
+    "DDP without a CUDA graph": (NO_GRAPH, {}),
+    "FSDP": (LARGE, FSDP),
+    "FSDP, gathered once": (LARGE, GATHERED_ONCE),
+}
 
 # The run that is killed or goes on with other processes, and the undisturbed one.
 SAVE = 50  # steps between checkpoints
@@ -71,6 +85,12 @@ BATCH = 64
 SMALL = [*FLAT, "model.hidden_size=512", "model.num_hidden_layers=4", "logging.log_every=10"]
 SMALL += ["optim.schedule=constant", "optim.warmup_steps=10"]
 SMALL += [f"checkpoint.save_every={SAVE}", "checkpoint.keep=100"]
+# The large run, and where it is killed: after a checkpoint, by as many steps as are compared.
+LARGEST = [*RECIPE, "model.hidden_size=4096", "model.num_hidden_layers=24"]
+LARGEST += ["optim.schedule=constant", "optim.warmup_steps=20", f"checkpoint.save_every={SAVE}"]
+LARGEST_STEPS = 2 * SAVE
+LARGEST_BATCH = 16
+REPEATED = 8
 PATIENCE = 60  # seconds in which all processes must end when one was killed
 
 
@@ -112,13 +132,15 @@ def measurements(bench: "Bench", options: argparse.Namespace) -> dict[str, Calla
                 row = {"model": model, "samples": samples, "gpus": count, "against": against}
                 name = f"speed {model} {samples}, {count}, round {number}"
                 by_row[name] = partial(speed, bench, row, settings)
-        for engine, environment in (("DDP", {}), ("FSDP", FSDP)):
+        for engine, (settings, environment) in ENGINES.items():
             row = {"model": f"hidden size 2048, {engine}", "samples": 32, "gpus": bench.count}
             row["against"] = f"fsdp DDP, round {number}"
             name = f"fsdp {engine}, round {number}"
-            by_row[name] = partial(speed, bench, row, LARGE, environment)
+            by_row[name] = partial(speed, bench, row, settings, environment)
+    by_row["muon"] = partial(muon, bench)
     by_row["kill"] = partial(kill, bench, options.kills)
     by_row["resume"] = partial(resume, bench)
+    by_row["large"] = partial(large, bench)
     return by_row
 
 
@@ -305,12 +327,79 @@ def resume(bench: Bench) -> dict:
     bench.complete_run(run.name, bench.count, small(BATCH))
     losses = losses_by_step(run)
     expected = losses_by_step(undisturbed)
-    differences = [abs(losses[step] / expected[step] - 1) for step in losses]
     return {
         "processes": [bench.count, half, bench.count],
-        "losses": len(differences),
-        "most apart (relative)": float(f"{max(differences):.1e}"),
+        "losses": len(losses),
+        "most apart (relative)": most_apart(losses, expected),
     }
+
+
+def muon(bench: Bench) -> dict:
+    settings = [*RECIPE, "model.hidden_size=512", "model.num_hidden_layers=6"]
+    settings += ["train.batch_size=16", "train.steps=200", "optim.warmup_steps=20"]
+    settings += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
+    losses = []
+    for name, environment in (("muon-ddp", {}), ("muon-fsdp", FSDP)):
+        run = bench.fresh(name)
+        bench.complete_run(run.name, bench.count, settings, environment)
+        losses.append(losses_by_step(run))
+    ddp, fsdp = losses
+    return {
+        "processes": bench.count,
+        "losses": len(ddp),
+        "most apart (relative)": most_apart(fsdp, ddp),
+    }
+
+
+def large(bench: Bench) -> dict:
+    run = bench.fresh("large")
+    checkpoint = run / f"step-{SAVE}"
+    settings = [*LARGEST, f"train.batch_size={LARGEST_BATCH}", f"train.steps={LARGEST_STEPS}"]
+    resident: dict[int, float] = {}  # bytes at most, by process
+    with bench.run(run.name, bench.count, settings, FSDP) as launcher:
+
+        def is_at_the_kill() -> bool:
+            watch(launcher, resident)
+            return checkpoint.exists() and bench.step(run.name) >= SAVE + REPEATED
+
+        bench.until(is_at_the_kill, launcher, run.name)
+        before = losses_by_step(run)
+        end(launcher, bench.count - 1)
+    bench.complete_run(run.name, bench.count, settings, FSDP)
+    losses = losses_by_step(run)
+    repeated = [step for step in before if step > SAVE]
+    lines = [line for line in read_metrics(run) if "loss" in line]
+    alone = bench.fresh("large-alone")
+    settings = [*LARGEST, f"train.batch_size={LARGEST_BATCH * bench.count}"]
+    settings += [f"train.steps={SAVE + REPEATED}", "train.recompute=block"]
+    settings += [f"checkpoint.resume={checkpoint}", "checkpoint.save_last=false"]
+    bench.complete_run(alone.name, 1, settings)
+    lines_alone = [line for line in read_metrics(alone) if "loss" in line]
+    return {
+        "processes": bench.count,
+        "samples": LARGEST_BATCH,
+        "tokens_per_second": round(median(line["tokens_per_second"] for line in lines)),
+        "GB a GPU": max(line["peak_memory_gb"] for line in lines),
+        "GB of host memory": [round(size / 1e9, 1) for size in sorted(resident.values())[::-1]],
+        "first and last loss": [losses[1], losses[LARGEST_STEPS]],
+        "losses after the kill": len(repeated),
+        "the same bits": all(before[step] == losses[step] for step in repeated),
+        "alone, tokens/s": round(median(line["tokens_per_second"] for line in lines_alone)),
+        "alone, GB": max(line["peak_memory_gb"] for line in lines_alone),
+        "alone, most apart (relative)": most_apart(losses_by_step(alone), losses),
+    }
+
+
+def watch(launcher: subprocess.Popen, resident: dict[int, float]) -> None:
+    """Keeps the most host memory that each process of a run has had."""
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(launcher.pid).children():
+            size = process.memory_info().rss
+            resident[process.pid] = max(size, resident.get(process.pid, 0))
+
+
+def most_apart(losses: dict[int, float], expected: dict[int, float]) -> float:
+    return float(f"{max(abs(losses[step] / expected[step] - 1) for step in losses):.1e}")
 
 
 def losses_by_step(run: Path) -> dict[int, float]:

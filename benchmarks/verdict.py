@@ -1,6 +1,7 @@
-"""The tables of README's verdict, from the results of benchmarks/plans/today.yaml.
+"""The tables of README's verdict, from the results of benchmarks/plans/minute.yaml and today.yaml.
 
-    python benchmarks/verdict.py benchmarks/results/today_512_h200.json --output PATH
+    python benchmarks/verdict.py benchmarks/results/minute_512_h200.json \
+        benchmarks/results/today_512_h200.json --output PATH
 
 Writes PATH.md. Each row is the mean over the seeds of one model at its best rate; losses are in
 nats a token, and compared with those of the transformer after as many seconds.
@@ -21,7 +22,8 @@ KEYED = "keyed in some blocks, shifted keys 512"
 PLAIN = "plain, heads without projections 512"
 MODELS = {
     60: {
-        "Qwen3-style transformer": "Qwen3 512, 6 wide blocks, shifted keys, 60 s, lr 0.002",
+        "Qwen3-style transformer": "Qwen3-style transformer",
+        "mixing in the MLP, attention": "attention in 3 of 8 blocks, mixing in the MLP",
         "plain mixing, attention": f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
         "plain mixing, keyed mixing": f"{KEYED}, every second of 8, 60 s, lr 0.004",
         "gated mixing, suffix match": "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
@@ -40,13 +42,14 @@ HEAD += ["to the transformer", "seeds"]
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("results", type=Path, help="JSON file of the results")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of the results")
     options = parser.parse_args()
-    runs = read_json(options.results, "name results of today.yaml")["runs"]
+    runs = {}
+    for file in options.results:
+        runs |= read_json(file, "name results of minute.yaml and today.yaml")["runs"]
     sections = [f"## {seconds} s\n\n{table(runs, models)}" for seconds, models in MODELS.items()]
-    source = (
-        f"From [{options.results.name}]({options.results.name}), which has hardware and commits."
-    )
+    files = " and ".join(f"[{file.name}]({file.name})" for file in options.results)
+    source = f"From {files}, which have hardware and commits."
     text = "\n\n".join(["# Models at equal training time: the verdict", *sections, source]) + "\n"
     write_text(file_of(options.output, ".md"), text)
     print(text)

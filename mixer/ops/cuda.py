@@ -20,6 +20,7 @@ from torch import Tensor
 from mixer.common.errors import UserError, first_line
 from mixer.ops import plain
 from mixer.ops.plain import for_positions, seen_by_tap
+from mixer.ops.registration import operator
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 SHORT_WINDOW = 8  # MIXER_SHORT_WINDOW
@@ -83,7 +84,7 @@ def one_tap_result(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Ten
     return y
 
 
-@torch.library.custom_op("mixer::triangular_conv", mutates_args=())
+@operator("mixer::triangular_conv")
 def one_tap(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ def one_tap(
     return forward(x, packed, bias, residual, window_of(weight)), packed
 
 
-@one_tap.register_fake
+@torch.library.register_fake("mixer::triangular_conv")
 def _(x, weight, bias, residual):
     packed = x.new_empty(packed_shape(weight.shape[0], x.shape[1], window_of(weight)))
     return torch.empty_like(x, memory_format=torch.contiguous_format), packed
@@ -143,13 +144,13 @@ def refuse_second_derivatives(operator: str) -> None:
         )
 
 
-one_tap.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("mixer::triangular_conv", _backward, setup_context=_setup_context)
 
 
 # ------------------------------------------------------------------------- short windows
 
 
-@torch.library.custom_op("mixer::short_conv", mutates_args=())
+@operator("mixer::short_conv")
 def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """y, for lags (heads, window) of at most SHORT_WINDOW. A bias (heads, 1) is of all tokens."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -160,12 +161,12 @@ def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | 
     return y
 
 
-@short_conv.register_fake
+@torch.library.register_fake("mixer::short_conv")
 def _(x, lags, bias, residual):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("mixer::short_conv_gradients", mutates_args=())
+@operator("mixer::short_conv_gradients")
 def short_gradients(
     dy: Tensor, x: Tensor, lags: Tensor, biases: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +186,7 @@ def short_gradients(
     return dx, dlags, dbias
 
 
-@short_gradients.register_fake
+@torch.library.register_fake("mixer::short_conv_gradients")
 def empty_short_gradients(dy, x, lags, biases):
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -211,7 +212,7 @@ def _backward_short(ctx, dy):
     return dx, dlags.to(lags.dtype), dbias, dy if ctx.needs_input_grad[3] else None
 
 
-short_conv.register_autograd(_backward_short, setup_context=_setup_short)
+torch.library.register_autograd("mixer::short_conv", _backward_short, setup_context=_setup_short)
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -262,7 +263,7 @@ def forward(
     return y
 
 
-@torch.library.custom_op("mixer::triangular_conv_grad_input", mutates_args=())
+@operator("mixer::triangular_conv_grad_input")
 def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -272,12 +273,12 @@ def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
     return dx
 
 
-@grad_input.register_fake
+@torch.library.register_fake("mixer::triangular_conv_grad_input")
 def _(dy, packed, window=0):
     return torch.empty_like(dy, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("mixer::triangular_conv_grad_weight", mutates_args=())
+@operator("mixer::triangular_conv_grad_weight")
 def grad_weight(
     dy: Tensor, x: Tensor, context: int, heads: int, with_bias: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -296,7 +297,7 @@ def grad_weight(
     return dweight, dbias
 
 
-@grad_weight.register_fake
+@torch.library.register_fake("mixer::triangular_conv_grad_weight")
 def empty_gradients(dy, x, context, heads, with_bias, window=0):
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     weight_shape = (heads, window) if window else (heads, context, context)

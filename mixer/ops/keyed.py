@@ -15,6 +15,7 @@ from torch import Tensor
 from mixer.common.errors import first_line
 from mixer.ops import cuda, plain
 from mixer.ops.plain import in_autocast_dtype
+from mixer.ops.registration import operator
 from mixer.ops.strips import Weights, weights_of
 from mixer.ops.triangular import constant_in_a_graph, require, warn_once
 
@@ -220,8 +221,8 @@ def by_kernels(
 # ------------------------------------------------------------------------- the operators
 
 
-@torch.library.custom_op("mixer::keyed_conv", mutates_args=())
-def operator(
+@operator("mixer::keyed_conv")
+def values_and_levels(
     query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor,
     tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -233,7 +234,7 @@ def operator(
     return keyed_kernels.forward(query, key, value, Weights(tiles, rest, falls), bias)
 
 
-@operator.register_fake
+@torch.library.register_fake("mixer::keyed_conv")
 def _(query, key, value, mixing, bias, tiles, rest, falls):
     y = torch.empty_like(value, memory_format=torch.contiguous_format)
     batch, tokens, _ = query.shape
@@ -241,7 +242,7 @@ def _(query, key, value, mixing, bias, tiles, rest, falls):
     return y, query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op("mixer::keyed_conv_gradients", mutates_args=())
+@operator("mixer::keyed_conv_gradients")
 def gradients(
     dy: Tensor, y: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, level: Tensor,
     tiles: Tensor, rest: Tensor | None, falls: Tensor | None,
@@ -261,7 +262,7 @@ def gradients(
     return inputs, sums, gradient(dy, query, key, value, level, context)
 
 
-@gradients.register_fake
+@torch.library.register_fake("mixer::keyed_conv_gradients")
 def _(dy, y, query, key, value, bias, level, tiles, rest, falls, context, by_lag, of_mixing):
     batch, heads, tokens = level.shape
     channels = sum(x.shape[-1] for x in (query, key, value))
@@ -307,4 +308,4 @@ def _backward(ctx, dy, _):
     return dquery, dkey, dvalue, dmixing, dbias.to(ctx.dtype), None, None, None
 
 
-operator.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("mixer::keyed_conv", _backward, setup_context=_setup_context)

@@ -192,17 +192,21 @@ def test_what_several_processes_do_together_is_measured_once(tmp_path):
     script = ROOT / "benchmarks" / "several_gpus.py"
     output = tmp_path / "several"
     options = ["--processes", "1,2", "--repeats", 1, "--kills", 1, "--output", output]
-    options += ["--only", "start", "fsdp", "kill", "resume", "--commit", "abc123"]
+    options += ["--only", "start", "fsdp", "muon", "kill", "resume", "large"]
+    options += ["--commit", "abc123"]
     small = ["model.hidden_size=16", "model.num_hidden_layers=1", "train.mixed_precision=no"]
     small += ["model.max_position_embeddings=32", "data.max_documents=20", "data.vocab_size=400"]
     small += ["data.validation_fraction=0.5"]
     command = [script, *options, *small]
     run_python(*command, output=tmp_path / "printed", patience=600)
     result, text = results(output)
-    start, ddp, fsdp, kill, resume = result["rows"].values()
+    start, ddp, _, fsdp, _, muon, kill, resume, large = result["rows"].values()
     assert start["seconds to the first loss"] > 0
     assert ddp["tokens_per_second"] > 0 < fsdp["tokens_per_second"] and ddp["tokens"] == 32 * 32
     assert kill["the same bits"] and kill["left alive"] == [0]
+    assert muon["losses"] == 200 and muon["most apart (relative)"] < 1e-4
+    assert large["the same bits"] and large["losses after the kill"] > 0
+    assert large["alone, most apart (relative)"] < 1e-4
     assert resume["losses"] == 10 and resume["most apart (relative)"] < 1e-5
     assert "| hidden size 2048, FSDP | 1,024 | 2 |" in text and "commit abc123" in text
     again = run_python(*command, output=tmp_path / "again")
