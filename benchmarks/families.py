@@ -86,7 +86,7 @@ def kept(file: Path) -> dict[str, dict]:
     """By name, what the table has of each run that kept its checkpoint, and the mean loss of its
     seeds.
     """
-    runs = read_json(file, "name the results of a plan")["runs"]
+    runs = read_json(file, "name the results of a plan", required={"runs": {str: dict}})["runs"]
     seeds = repeated(runs)
     rows = {}
     for name, run in runs.items():

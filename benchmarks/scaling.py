@@ -6,12 +6,12 @@ plan's first kind needs for the same loss.
 RESULTS.json has the runs of benchmarks/plans/scaling.yaml, or of a plan like it: kinds with several
 sizes after several times. Writes PATH.md and PATH.png.
 
-- A size's loss is the mean of its seeds, at its best learning rate. A budget's is the minimum of
-  the parabola through the sizes (ln loss by ln parameters), or the best size's where that minimum
-  is not between them.
+- A size's loss is the mean of its seeds, with the best of its learning rates and other options. A
+  budget's is the minimum of the parabola through the sizes (ln loss by ln parameters), or the best
+  size's where that minimum is not between them.
 - The law of a kind is loss = a + b C^-c. Its floor a is the text's, so one for all kinds: of two
   kinds after three times each, five numbers leave one degree of freedom. Kinds are compared by
-  their laws, inside of what was measured.
+  their laws, hardly beyond what was measured.
 - Intervals (95%) are of seeds alone: all of this is repeated with losses drawn around the means,
   as far apart as the seeds of all sizes together say.
 """
@@ -105,7 +105,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, help="JSON file of the results")
     options = parser.parse_args()
-    result = read_json(as_path(options.results), "name results of scaling.yaml")
+    required = {"plan": {str: object}, "runs": {str: dict}}
+    result = read_json(as_path(options.results), "name results of scaling.yaml", required)
     kinds = cells_of(result)
     text = table(kinds)
     picture = file_of(options.output, ".png")
@@ -125,26 +126,28 @@ def cells_of(result: dict) -> Kinds:
     """By kind, in the order of the plan, what was measured of each size after each time. Raises
     UserError for results that leave nothing to compare.
     """
+    names = [*result["plan"].get("kinds", {})]
+    if len(names) < 2:
+        raise UserError("the results are not of two or more kinds, which are what is compared")
     swept = sweep_budgets(result["plan"])
-    by_rate: dict[tuple, list[dict]] = {}
+    by_options: dict[tuple, list[dict]] = {}
     for row in result["runs"].values():
         if row["budget"] and row["budget"] not in swept and "failure" not in row:
             key = row["kind"], row["size"], row["budget"], row["lr"]
-            by_rate.setdefault(key, []).append(row)
+            by_options.setdefault(key, []).append(row)
     best: dict[tuple, Cell] = {}
-    for (*key, _), rows in by_rate.items():
+    for (kind_name, *_), rows in by_options.items():
         cell = cell_of(rows)
-        if tuple(key) not in best or cell.log_loss < best[tuple(key)].log_loss:
-            best[tuple(key)] = cell
+        key = kind_name, cell.parameters, cell.budget
+        if key not in best or cell.log_loss < best[key].log_loss:
+            best[key] = cell
     kinds = {
         name: [cell for (kind_name, *_), cell in best.items() if kind_name == name]
-        for name in result["plan"]["kinds"]
+        for name in names
     }
     for name, cells in kinds.items():
         if len({cell.budget for cell in cells}) < 2:
             raise UserError(f"{name} has runs of fewer than two times: let the plan end first")
-    if len(kinds) < 2:
-        raise UserError("the results have one kind: a plan of two or more can be compared")
     if not any(len(cell.losses) > 1 for cells in kinds.values() for cell in cells):
         raise UserError("no run has a second seed, which intervals need: give the plan seeds: [1]")
     return kinds
@@ -306,7 +309,7 @@ def optima_table(best: dict[str, list[Optimum]]) -> str:
             f"{math.exp(point.log_loss):{LOSS}}",
             point.source,
             f"{math.exp(point.log_parameters) / 1e6:.1f}",
-            f"{math.exp(point.log_flops) / PFLOP:.1f}",
+            f"{math.exp(point.log_flops) / PFLOP:.3g}",
             f"{math.exp(point.log_seconds):{SECONDS}}",
         ]
         for name, points in best.items()
@@ -342,7 +345,7 @@ def ratios_table(name: str, budgets: list[float], estimates: dict[Quantity, Esti
 def direction(trend: Estimate) -> str:
     if trend.low > 0:
         return "grows"
-    return "shrinks" if trend.high < 0 else "may stay"
+    return "shrinks" if trend.high < 0 else "may stay the same"
 
 
 def draw(kinds: Kinds, output: Path) -> None:

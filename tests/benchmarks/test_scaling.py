@@ -54,7 +54,9 @@ def made_up(ratio: float, growth: float = 1.0, sizes=SIZES, seeds: int = 2) -> d
     return {"plan": {"kinds": kinds, "seconds": 20}, "runs": runs}
 
 
-@pytest.mark.parametrize(("growth", "said"), [(1.0, "may stay"), (1.3, "grows"), (0.8, "shrinks")])
+@pytest.mark.parametrize(
+    ("growth", "said"), [(1.0, "may stay the same"), (1.3, "grows"), (0.8, "shrinks")]
+)
 def test_the_factor_that_runs_were_made_with_is_inside_of_its_interval(growth, said):
     kinds = scaling.cells_of(made_up(1.3, growth))
     estimates = scaling.estimates_of(kinds)
@@ -83,12 +85,13 @@ def test_a_best_size_at_the_end_of_those_that_were_trained_is_called_so(sizes, e
     assert losses == [*map(math.exp, expected)]
 
 
-def test_of_several_rates_the_better_one_counts_and_nothing_of_sweeps():
+def test_of_several_rates_or_other_options_the_best_count_and_nothing_of_sweeps():
     result = made_up(1.3)
     expected = scaling.cells_of(result)
     for name, row in [*result["runs"].items()]:
         worse = row | {"lr": 1e-2, "validation_loss": row["validation_loss"] + 1}
         result["runs"][f"{name}, worse"] = worse
+        result["runs"][f"{name}, worse decay"] = worse | {"size": f"{row['size']}, weight decay 1"}
         result["runs"][f"{name}, swept"] = row | {"budget": row["budget"] / 4, "validation_loss": 1}
         result["runs"][f"{name}, speed"] = row | {"budget": 0, "validation_loss": 1.0}
         result["runs"][f"{name}, failed"] = row | {"lr": 1, "failure": "loss not finite"}
@@ -100,7 +103,8 @@ def test_of_several_rates_the_better_one_counts_and_nothing_of_sweeps():
     ("result", "said"),
     [
         (made_up(1.3, seeds=1), "no run has a second seed"),
-        ({"plan": {"kinds": {"mixer": {}}}, "runs": {}}, "mixer has runs of fewer than two times"),
+        ({"plan": {"runs": {}}, "runs": {}}, "the results are not of two or more kinds"),
+        (made_up(1.3) | {"runs": {}}, "transformer has runs of fewer than two times"),
     ],
 )
 def test_results_without_a_law_are_refused(result, said):
