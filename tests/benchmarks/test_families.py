@@ -34,7 +34,7 @@ def results(small_run, tmp_path_factory):
 def test_models_that_a_plan_has_kept_are_measured_once_and_stand_beside_their_losses(
     results, tmp_path, monkeypatch, capsys
 ):
-    small = "--device cpu --prompt 20 --new 4 --batches 1,2 --repeats 1".split()
+    small = "--device cpu --prompt 8 --new 24 --batches 1,2 --repeats 2".split()
     command = ["families.py", str(results), "--output", str(tmp_path / "speed"), *small]
     monkeypatch.setattr("sys.argv", command)
     families.main()
@@ -63,7 +63,7 @@ def test_models_that_a_plan_has_kept_are_measured_once_and_stand_beside_their_lo
     monkeypatch.setattr(families, "time_generate", measured_again)
     families.main()
     assert (tmp_path / "speed.md").read_text().strip() == capsys.readouterr().out.strip()
-    monkeypatch.setattr("sys.argv", [*command, "--new", "5"])
+    monkeypatch.setattr("sys.argv", [*command, "--new", "23"])
     with pytest.raises(UserError, match="speed.json has other settings: give those, or another"):
         families.main()
 
