@@ -15,6 +15,7 @@ from mixer.common.files import read_json, write_text
 RESULTS = Path(__file__).parent / "results"
 # The file of results and the run of each configuration.
 RUNS = {
+    "attention": ("minute_512_h200", "attention in 3 of 8 blocks, mixing in the MLP"),
     "keyed": ("today_512_h200", "keyed in some blocks, shifted keys 512, 300 s, lr 0.002"),
     "recipe": ("recipe_512_h200", "recipe, 480 steps"),
     "h200, the paper's": ("recipe_512_h200", "paper"),
@@ -34,7 +35,7 @@ def main() -> None:
         ]
         rows.append(cells)
     files = dict.fromkeys(file for file, _ in RUNS.values())
-    sources = " and ".join(f"[{file}.json]({file}.json)" for file in files)
+    sources = ", ".join(f"[{file}.json]({file}.json)" for file in files)
     source = f"From {sources}, which have hardware and commits."
     text = "\n\n".join(["# Configurations", markdown(HEAD, rows), source]) + "\n"
     write_text(file_of(options.output, ".md"), text)

@@ -118,7 +118,7 @@ def build_mixer(options: argparse.Namespace, mixing_weight: str) -> MaskedMixerF
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    reason = cuda.device_reason(0) if options.device == "cuda" else None
+    reason = cuda.fault(0) if options.device == "cuda" else None
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")

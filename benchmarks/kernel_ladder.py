@@ -148,7 +148,7 @@ def unavailable(version: int) -> str | None:
     """Why a version cannot run on this GPU; None if it can."""
     if version == 6 and torch.cuda.get_device_capability() != (9, 0):
         return "needs compute capability 9.0"
-    return cuda.device_reason(0) if version == 7 else None
+    return cuda.fault(0) if version == 7 else None
 
 
 # ------------------------------------------------------------------------- check and timing

@@ -53,7 +53,7 @@ def main() -> None:
     options = parser_of(__doc__).parse_args()
     context, _, key_size, value_size = SHAPES[0]
     device = torch.device(DEVICE, 0)
-    if not keyed.kernels_serve(device, torch.bfloat16, key_size, value_size, context, False):
+    if not keyed.uses_kernels(device, torch.bfloat16, key_size, value_size, context, False):
         raise UserError("nothing to measure: this GPU does not run the kernels of keyed mixing")
     result = measured_by(options) | {"rows": []}
     for shape in SHAPES:

@@ -29,7 +29,7 @@ def replacing_the_kernels() -> Iterator[None]:
     register()
     # What the compiler reads as constant, as the function in whose place it stands.
     take = torch.compiler.assume_constant_result(lambda backend, *_: backend == "cuda")
-    with mock.patch.object(triangular, "_kernels_take", take):
+    with mock.patch.object(triangular, "_uses_kernels", take):
         yield
 
 

@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict:
     timing.set_tf32(True)
     device = options.device
     planned = shapes(options)
-    reason = cuda.device_reason(0) if device == "cuda" else None
+    reason = cuda.fault(0) if device == "cuda" else None
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, device)

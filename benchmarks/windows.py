@@ -34,7 +34,7 @@ NEW = 64
 
 def main() -> None:
     options = parser_of(__doc__).parse_args()
-    if reason := cuda.device_reason(0):
+    if reason := cuda.fault(0):
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options) | {"operator": []}
     for tokens, windows in WINDOWS.items():

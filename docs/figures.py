@@ -293,14 +293,14 @@ def model():
     axes.text(x + 1.1, 1.51, "(batch, tokens)", fontsize=10, **beside)
     axes.text(x + 1.1, 2.19, "(batch, tokens, channels)", fontsize=10, **beside)
     axes.text(x + 1.1, 1.94, "suffix_match", fontsize=9, family="monospace", **beside)
-    axes.text(x + 2.05, 1.94, "adds what followed last", fontsize=9, **beside)
+    axes.text(x + 2.05, 1.94, "adds what followed", fontsize=9, **beside)
     draw_stack(axes, 0.62, 0.62)
 
     title = "Token mixing, five ways"
     axes.text(5.25, 6.98, title, fontsize=12.5, fontweight="bold", va="center")
     variant(axes, 5.72, "flat", "", "the paper's mixer: one weight $W$", draw_flat)
     variant(axes, 4.58, "window", "mixing_window", "by lag, for the last tokens", draw_window)
-    variant(axes, 3.44, "heads", "num_mixer_heads", "a $W$ per group of channels", draw_heads)
+    variant(axes, 3.44, "heads", "num_mixer_heads", "a $W$ per head; plain: no Linear", draw_heads)
     gates = "$k$ gates what goes in, $q$ what comes out"
     variant(axes, 2.30, "gated", "mixer_gate", gates, draw_gated)
     keyed = r"$W$ times softmax$(q\cdot k)$; attention: no $W$"
@@ -315,10 +315,10 @@ def model():
 
 
 def draw_stack(axes, x, y):
-    """Eight blocks in a row, with keys in every fourth."""
+    """Eight blocks in a row, with keys in three."""
     side = 0.36
     for number in range(8):
-        has_keys = number % 4 == 3
+        has_keys = number + 1 in (5, 7, 8)
         face, edge = (PALE_ORANGE, ORANGE) if has_keys else (PALE_BLUE, BLUE)
         left = x + number * (side + 0.16)
         if number:
@@ -327,8 +327,8 @@ def draw_stack(axes, x, y):
             Rectangle((left, y), side, side, facecolor=face, edgecolor=edge, linewidth=1.2)
         )
     note = {"ha": "left", "va": "center", "fontsize": 9, "color": "#666666"}
-    axes.text(x, y - 0.2, "mixer_keyed_every=4", family="monospace", **note)
-    axes.text(x + 1.5, y - 0.2, "keyed mixing or attention in every fourth", **note)
+    axes.text(x, y - 0.2, "mixer_keyed_blocks=[5,7,8]", family="monospace", **note)
+    axes.text(x + 2.2, y - 0.2, "attention or keyed mixing", **note)
 
 
 def variant(axes, y, name, option, caption, draw):

@@ -16,7 +16,7 @@ SUMMARIES = {  # of the modules of mixer/commands
     "curves": "plot the losses of runs",
     "inspect": "draw the mixing matrices of a checkpoint",
     "representation": "how well the states of each layer give back the text",
-    "convert": "the author's checkpoints to ours and back; weights by lag to full ones and back",
+    "convert": "from and to the author's format; weights by lag and full ones",
     "export": "turn a checkpoint into a directory to publish",
     "doctor": "whether the CUDA kernels work here, and what to do if not",
 }

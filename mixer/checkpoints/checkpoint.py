@@ -19,7 +19,8 @@ trainer.json holds
     data_directory, data    where the data is, and what identifies it
     scaler, wandb_id        the fp16 loss scale, and the run's id at wandb
     settings, earlier       what the next steps train with; what steps up to N had instead
-    mixing                  which backends model.mixing_backend=auto stood for in version 0.2.0
+    mixing                  the backends that model.mixing_backend=auto stood for, in runs from when
+                            training timed them first
 
 A checkpoint is complete or does not exist: everything is written to step-1000.partial, flushed to
 disk, and renamed. Older checkpoints are deleted only after that. None holds a NaN or an infinity.

@@ -107,7 +107,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
     )
 
 
-def load_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
+def load_matching_model(checkpoint: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model in fp32, with the mixing backend of `config`. Raises UserError if it
     cannot be read, or has another configuration, naming each field that differs.
     """
@@ -135,9 +135,9 @@ def _compared(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def take_backends(model: PreTrainedModel, mixing: dict[str, str], world: World) -> None:
-    """Goes on with the backends that a run of version 0.2.0 began with, as the entry `mixing` of
-    trainer.json has them: another would round differently. There, `auto` could stand for plain
-    PyTorch also where our kernels run.
+    """Goes on with the backends that a run has begun with, as the entry `mixing` of trainer.json
+    has them: another would round differently. While training timed both first, `auto` could stand
+    for plain PyTorch also where our kernels run.
     """
     for entry, backend in mixing.items():
         if backend != "dense":
@@ -158,7 +158,7 @@ def start_from(
     try:
         directory = settled(directory)
         check_checkpoint(directory)
-        model = load_model(directory, config)
+        model = load_matching_model(directory, config)
         if specification(read_tokenizer(str(directory))) != specification(tokenizer):
             raise UserError(
                 f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer="
@@ -177,7 +177,7 @@ def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return json.loads(tokenizer.backend_tokenizer.to_str()) | left_out
 
 
-def resume(
+def load_state(
     checkpoint: Path, trainer: dict, model: nn.Module, optimizer: Optimizer, world: World
 ) -> None:
     """Loads all state besides the model: the optimizer's and the loss scale. Steps draw no random
@@ -216,9 +216,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> 
     """
     state = optimizer_state(model, optimizer)
     with safe_open(checkpoint / OPTIMIZER, "pt") as saved:
-        if odd := sorted(
-            state.keys() ^ set(saved.keys())
-        ):  # what is lacking would begin with zeros
+        # What is lacking would begin with zeros.
+        if odd := sorted(state.keys() ^ set(saved.keys())):
             raise ValueError(f"it {'lacks' if odd[0] in state else 'also has'} {odd[0]}")
         for name, target in state.items():
             value = saved.get_tensor(name)

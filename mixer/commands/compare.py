@@ -1,6 +1,7 @@
 """Train backends and transformers with one configuration, and compare losses, speed and memory.
 
-    mixer compare --config configs/demo.yaml --backends dense auto train.steps=200
+    mixer compare --config configs/demo.yaml --backends dense qwen3 \\
+        train.steps=200
     mixer compare --config configs/comparison.yaml --backends cuda dense qwen3 \\
         --seconds 100 --seeds 3 optim.warmup_steps=100
 

@@ -1,13 +1,13 @@
 """Convert checkpoints from and to the reference implementation of masked mixers, with the same
 logits, or between full mixing weights and weights by lag.
 
-    mixer convert SOURCE.safetensors --output DIR [--tokenizer NAME] [--mixing KIND]
-    mixer convert DIR --output FILE.safetensors --back
+    mixer convert FILE --output DIR [--tokenizer NAME] [--mixing KIND]
+    mixer convert DIR --output FILE --back
     mixer convert DIR --output DIR --mixing-weight lags
 
-The first line reads the weights of a LanguageMixer or of a structured mixer, Toeplitz or recurrent.
-The second writes such weights. The third stores one number per lag, the mean of each diagonal, and
-prints how much the weights changed. `full` converts back without a change.
+The first line reads a .safetensors file, the weights of a LanguageMixer or of a structured mixer,
+Toeplitz or recurrent. The second writes such a file. The third stores one number per lag, the mean
+of each diagonal, and prints how much the weights changed. `full` converts back without a change.
 
 A LanguageMixer's file does not say whether the mixing has a softmax, which is not supported here:
 the command assumes none, and says so. A structured mixer's file does not say how its heads mix:

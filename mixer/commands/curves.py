@@ -1,14 +1,14 @@
 """Plot the losses of runs.
 
-mixer curves runs/demo                            # runs/demo/training.png
-mixer curves runs/one runs/two --output both.png  # validation loss by training time
+mixer curves runs/demo                  # draws runs/demo/training.png
+mixer curves runs/one runs/two          # losses by training time, and a table
 mixer curves runs/author-toeplitz --published benchmarks/published.yaml
 """
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import as_path, check_writable, results_locked, whole_file
 from mixer.reporting.curves import compare_runs, plot_training, tokens_differ
-from mixer.reporting.text import read_metrics, table
+from mixer.reporting.text import read_metrics, shown_width, table
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
             plot_training(first, stage, options.published)
         else:
             rows = compare_runs(options.run, stage)
-            print(table(rows) + "\n")
+            print(table(rows, width=shown_width()) + "\n")
             if tokens_differ(rows):
                 print("Tokenizers or validation texts differ: compare bits/byte, not the losses.\n")
     print(output)

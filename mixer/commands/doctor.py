@@ -6,7 +6,7 @@ The status is 0 if backend `cuda` will work, else 1.
 import sys
 
 from mixer.common.errors import command_parser, run_command
-from mixer.reporting.text import wrapped
+from mixer.reporting.text import shown_width, wrapped
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     if problems:
         print("Models run in plain PyTorch. To use an NVIDIA GPU, fix this:")
     for problem, fix in sorted(problems):
-        print(f"\n{wrapped(f'PROBLEM: {problem}')}\n  $ {fix}")
+        print(f"\n{wrapped(f'PROBLEM: {problem}', shown_width())}\n  $ {fix}")
     sys.exit(1 if problems else 0)
 
 

@@ -2,7 +2,7 @@
 output, in any causal language model, with its trained weights and with random ones.
 
     mixer representation --checkpoint runs/demo/step-600
-    mixer representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6 12
+    mixer representation --checkpoint path/to/gpt2 --text book.txt --layers 1 6
 
 mixer/evaluation/representation.py says how.
 """
@@ -19,6 +19,7 @@ from mixer.common.files import (
     whole_directory,
 )
 from mixer.evaluation.config import DEVICES, EvalOptions, check_options
+from mixer.reporting.text import shown_width
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,10 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     with results_locked(output):
         result = representation(source, options.layers, options.tokens, options.steps)
-        text = report(result)
-        print(text)
+        print(report(result, shown_width()))
         with whole_directory(output) as stage:
-            (stage / "representation.md").write_text(f"# Representation\n\n{text}\n")
+            (stage / "representation.md").write_text(f"# Representation\n\n{report(result)}\n")
             (stage / "representation.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"\nrepresentation.json and .md are in {output}")
 

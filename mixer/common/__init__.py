@@ -1,6 +1,7 @@
 """What all parts use:
 
-errors    UserError, how a command reports errors and exits, and which process this is
+launch    which process of a launch this is
+errors    UserError, and how a command is called, reports errors and exits
 terminal  printing where the reader may go, and how quantities are printed
 progress  lines that say how far something is
 options   a setting with its meaning and allowed values

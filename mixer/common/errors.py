@@ -1,15 +1,18 @@
-"""How a command reports errors and exits, and which process of a launch this is."""
+"""How a command is called, reports errors and exits."""
 
 import argparse
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from mixer.common.launch import rank
 from mixer.common.terminal import LastingStream
 
 Say = Callable[[str], None]  # tells the user a line of progress
@@ -28,10 +31,17 @@ class NotFinite(UserError):
 def command_parser(
     name: str, description: str | None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """The parser of a command, by how it is called. The texts are shown as they are."""
+    """The parser of a command, by how it is called. The paragraphs of the description are fitted to
+    the terminal, but for those with indented lines, as of examples.
+    """
+    width = shutil.get_terminal_size().columns - 2  # as argparse does
+    paragraphs = [
+        paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, width)
+        for paragraph in (description or "").strip().split("\n\n")
+    ]
     return argparse.ArgumentParser(
         prog=name,
-        description=description,
+        description="\n\n".join(paragraphs),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -106,44 +116,3 @@ def say_on_stderr(line: str) -> None:
     """For commands whose stdout is their result. Of several processes only rank 0 prints."""
     if rank() == 0:
         print(line, file=sys.stderr, flush=True)
-
-
-# ------------------------------------------------------------------------- processes of a launch
-# A launcher such as torchrun sets all these variables. Pods and job scripts may set some of them.
-
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-NAMES = (*RANKS, "MASTER_ADDR", "MASTER_PORT")
-
-
-def is_launched() -> bool:
-    """Whether a launcher has started this process."""
-    try:
-        rank, local_rank, world_size = (int(os.environ[name]) for name in RANKS)
-    except (KeyError, ValueError):
-        return False
-    return 0 <= local_rank <= rank < world_size and all(os.environ.get(name) for name in NAMES)
-
-
-def rank() -> int:
-    """0 if no launcher has started this process."""
-    return int(os.environ["RANK"]) if is_launched() else 0
-
-
-def processes() -> int:
-    """How many the launcher has started; 1 if none has."""
-    return int(os.environ["WORLD_SIZE"]) if is_launched() else 1
-
-
-def oddity() -> str:
-    """The problem if the environment names a rank but no launcher has set it, else ""."""
-    variables = {name: os.environ[name] for name in NAMES if name in os.environ}
-    ranks = {name: value for name, value in variables.items() if name in RANKS}
-    if is_launched() or ranks.items() <= {"RANK": "0", "WORLD_SIZE": "1"}.items():
-        return ""
-    assignments = " ".join(f"{name}={value}" for name, value in variables.items())
-    removals = " ".join(f"-u {name}" for name in variables)
-    return (
-        f"the environment has {assignments}, but no launcher set it; allowed: all of "
-        f"{', '.join(NAMES)}, with LOCAL_RANK <= RANK < WORLD_SIZE, or none; start this with "
-        f"torchrun or accelerate launch, or unset them: env {removals} python ..."
-    )

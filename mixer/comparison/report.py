@@ -7,8 +7,19 @@ from statistics import mean
 
 from mixer.common.files import write_text
 from mixer.objectives.config import CANDIDATES
-from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis, short_name, write_names
-from mixer.reporting.text import ACCURACY, COUNT, LOSS, MEMORY, SECONDS, SPEED, TOP1, wrapped
+from mixer.reporting.figure import COLOURS, can_draw, curves, log_axis, write_names
+from mixer.reporting.text import (
+    ACCURACY,
+    COUNT,
+    LOSS,
+    MEMORY,
+    SECONDS,
+    SPEED,
+    TOP1,
+    WIDTH,
+    shown_width,
+    wrapped,
+)
 from mixer.reporting.text import table as markdown_table
 
 # The columns of a run's numbers: the key, what to divide by, and the format.
@@ -40,18 +51,19 @@ NOTES = (
 
 
 def write_report(result: dict, file: Path) -> str:
-    """Writes PATH.md and PATH.png beside `file`, PATH.json; returns the text."""
+    """Writes PATH.md and PATH.png beside `file`, PATH.json. Returns the text to print."""
     picture = file.with_suffix(".png")
     text = table(result)
     if can_draw() and draw(result, picture):
         text += f"\n![The losses of these runs]({picture.name})\n"
     write_text(file.with_suffix(".md"), text)
-    return text
+    return table(result, shown_width())
 
 
-def table(result: dict) -> str:
+def table(result: dict, width: int = WIDTH) -> str:
     """Everything as Markdown."""
-    sections = kinds_sections(result) if "kinds" in result["plan"] else runs_sections(result)
+    make_sections = kinds_sections if "kinds" in result["plan"] else runs_sections
+    sections = make_sections(result, width)
     rows = result["runs"].values()
     devices = distinct(row["hardware"]["device"] for row in rows)
     torch_versions = distinct(row["hardware"]["torch"] for row in rows)
@@ -64,7 +76,10 @@ def table(result: dict) -> str:
         "The options of each run are in the JSON file."
     )
     notes = NOTES.format(", of retrieval per pair" if has_ranks(rows) else "")
-    return "\n\n".join([*sections, wrapped(notes), wrapped(origin)]) + "\n"
+    # In old results, by hand: what trains such runs today, where the command is gone.
+    later = [result["note"]] if "note" in result else []
+    paragraphs = [wrapped(text, width) for text in (notes, origin, *later)]
+    return "\n\n".join([*sections, *paragraphs]) + "\n"
 
 
 def has_ranks(rows: Iterable[dict]) -> bool:
@@ -79,7 +94,7 @@ def distinct(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def runs_sections(result: dict) -> list[str]:
+def runs_sections(result: dict, width: int) -> list[str]:
     """The runs in the order of the plan; times are compared with that of the plan's reference."""
     runs = result["runs"]
     reference_time = runs.get(result["plan"].get("reference"), {}).get("training_seconds")
@@ -91,10 +106,13 @@ def runs_sections(result: dict) -> list[str]:
         if reference_time and "training_seconds" in row:
             row = row | {"share_of_time": row["training_seconds"] / reference_time}
         rows.append({"run": name} | cells(row))
-    return section("# Runs compared", rows) + section("## Seeds", seed_rows(runs))
+    return [
+        *section("# Runs compared", rows, width),
+        *section("## Seeds", seed_rows(runs), width),
+    ]
 
 
-def kinds_sections(result: dict) -> list[str]:
+def kinds_sections(result: dict, width: int) -> list[str]:
     """The runs that follow a sweep and pretraining, by time and the best first; then the sweep."""
     runs = result["runs"]
     swept = sweep_budgets(result["plan"])
@@ -117,10 +135,10 @@ def kinds_sections(result: dict) -> list[str]:
         notes += " Repeats: tokens that a copy from the window predicts."
     return [
         "# Models at equal training time",
-        *section("## Losses", longer, keys=3),
-        *section("## Seeds", seed_rows(runs)),
-        *section("## Learning rates", sweep),
-        wrapped(notes),
+        *section("## Losses", longer, width, keys=3),
+        *section("## Seeds", seed_rows(runs), width),
+        *section("## Learning rates", sweep, width),
+        wrapped(notes, width),
     ]
 
 
@@ -144,13 +162,13 @@ def cells(row: dict) -> dict[str, str]:
     return texts
 
 
-def section(title: str, rows: list[dict], keys: int = 1) -> list[str]:
+def section(title: str, rows: list[dict], width: int, keys: int = 1) -> list[str]:
     """A table under its title, without empty columns; nothing if it has no rows."""
     if not rows:
         return []
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     filled = [{title: row[title] for title in titles} for row in rows]
-    return [title, markdown_table(filled, keys)]
+    return [title, markdown_table(filled, keys, width)]
 
 
 def seed_rows(runs: dict) -> list[dict]:
@@ -236,7 +254,7 @@ def draw_runs(axes, runs: dict) -> None:
         times = [step * seconds / row["steps"] for step in steps]
         axes.plot(times, losses, color=colour, linewidth=1)
         axes.plot(seconds, validation_loss, "o", color=colour, markersize=6)
-        names.append((last, validation_loss, f"{short_name(name)}: {validation_loss:.3f}", colour))
+        names.append((last, validation_loss, f"{name}: {validation_loss:.3f}", colour))
     write_names(axes, names)
 
 
@@ -257,7 +275,7 @@ def draw_kinds(axes, kinds: dict, runs: dict) -> None:
         times = [row["training_seconds"] for row in best]
         losses = [row["validation_loss"] for row in best]
         axes.plot(times, losses, "o", color=colour, markersize=6)
-        names.append((times[-1], losses[-1], short_name(kind_name), colour))
+        names.append((times[-1], losses[-1], kind_name, colour))
         for rows in repeated(runs).values():
             if rows[0] in best:
                 draw_spread(axes, rows, colour)

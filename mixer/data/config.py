@@ -109,7 +109,7 @@ def without_unused(config: DataConfig) -> DataConfig:
     return replace(config, **defaults)
 
 
-def check(config: DataConfig) -> None:
+def check_config(config: DataConfig) -> None:
     """Raise UserError for settings that cannot work, before anything is read or written."""
     source = config.source
     problems = option_problems(config, "data.")
@@ -147,7 +147,7 @@ ADDED_LATER = (
 )
 
 
-def recorded_settings(config: DataConfig) -> dict[str, Any]:
+def manifest_settings(config: DataConfig) -> dict[str, Any]:
     """What the manifest records: the settings that decide what is written."""
     settings = asdict(without_unused(config))
     left_out = {*NOT_COMPARED}
@@ -179,7 +179,7 @@ class Manifest:
     splits: dict[str, SplitManifest]
     fingerprint: str
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 of each by its name
-    tokenizer_loses: str = ""  # of a sample of the text, in words; see tokenizer.loss_of_text
+    tokenizer_loses: str = ""  # of a sample of the text, in words; see tokenizer.lost_text
 
     @classmethod
     def of(cls, values: dict) -> "Manifest":
@@ -236,7 +236,7 @@ def existing_data(config: DataConfig) -> Manifest | None:
     """The manifest of `config.directory`, of data with these settings; None if nothing is there,
     and data can be written. Raises UserError for all else, and for settings that cannot work.
     """
-    check(config)
+    check_config(config)
     directory = as_path(config.directory)
     if not (directory / "manifest.json").is_file():
         files = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
@@ -245,7 +245,7 @@ def existing_data(config: DataConfig) -> Manifest | None:
         check_writable(directory, "data.directory")
         return None
     manifest = Manifest.load(directory)
-    settings = asdict(DataConfig()) | recorded_settings(config)
+    settings = asdict(DataConfig()) | manifest_settings(config)
     prepared = asdict(DataConfig()) | manifest.settings
     changes = [
         f"  data.{name}: prepared with {prepared.get(name, '')!r}, now {settings.get(name, '')!r}\n"

@@ -36,7 +36,7 @@ from mixer.common.errors import Say, UserError, end_with_parent
 from mixer.common.files import as_path, sha256, whole_directory
 from mixer.common.terminal import counted
 from mixer.data import tokenizer as tokenizing
-from mixer.data.config import SPLITS, DataConfig, Manifest, existing_data, recorded_settings
+from mixer.data.config import SPLITS, DataConfig, Manifest, existing_data, manifest_settings
 from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, source_shards, text_hash, texts_of
 
@@ -98,12 +98,12 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
         with progress.time_reported("training the tokenizer", say):
             sample = tokenizing.training_sample(texts)
             tokenizer = tokenizing.train_tokenizer(sample, config.vocab_size)
-        loss = ""
+        loses = ""
         say(f"tokenizer: {len(tokenizer)} tokens")
     else:
         with progress.time_reported("reading the tokenizer, and a sample of the text", say):
             tokenizer = tokenizing.existing_tokenizer(config.tokenizer)
-            loss = tokenizing.loss_of_text(tokenizer, texts)
+            loses = tokenizing.lost_text(tokenizer, texts)
     if tokenizer.num_special_tokens_to_add(pair=False):
         # Saved with the model, the BOS or EOS would give other tools other tokens than training's.
         tokenizer.backend_tokenizer.post_processor = None
@@ -120,8 +120,8 @@ def _write(config: DataConfig, directory: Path, say: Say) -> Manifest:
         "eos_token_id": tokenizer.eos_token_id,
         "tokenizer_sha256": hashes["tokenizer.json"],
         "tokenizer_files": hashes,
-        "tokenizer_loses": loss,
-        "settings": recorded_settings(config),
+        "tokenizer_loses": loses,
+        "settings": manifest_settings(config),
         "splits": _write_tokens(batches, encode, config.workers, directory, say),
     }
     manifest = Manifest.of(values)

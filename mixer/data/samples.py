@@ -227,8 +227,9 @@ class Batches:
     the same for any number of both.
 
     Args:
-        sizes: micro-batches of a step, and samples of a process in each.
-        process: its rank, and the number of processes.
+        micro_batches: of a step.
+        batch_size: samples of a process in each of them.
+        rank, world_size: which of how many processes this is.
         pin: whether batches are in pinned memory, for a GPU.
     """
 
@@ -236,15 +237,17 @@ class Batches:
         self,
         data: Samples,
         order: SampleOrder,
-        sizes: tuple[int, int],
-        process: tuple[int, int],
+        *,
+        micro_batches: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
         position: int,
         pin: bool,
     ):
-        micro_batches, self.batch_size = sizes
-        rank, world_size = process
         self.data = data
         self.order = order
+        self.batch_size = batch_size
         self.position = position
         self.pin = pin
         self.first = rank * self.batch_size

@@ -323,7 +323,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     return sizes
 
 
-def loss_of_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> str:
+def lost_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> str:
     """What a tokenizer loses of the first texts, in words: the characters that are missing in what
     its tokens decode to. Empty if nothing.
     """

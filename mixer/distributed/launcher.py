@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 
-from mixer.common.errors import UserError, is_launched, oddity
+from mixer.common.errors import UserError
+from mixer.common.launch import RANKS, VARIABLES, is_launched
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
 ACCELERATE = "ACCELERATE_DYNAMO_BACKEND"
@@ -19,7 +20,7 @@ def follow_launcher() -> None:
     """Has this process receive SIGTERM when its launcher ends, because accelerate passes no signal
     on. Raises UserError for a launch that cannot train.
     """
-    if problem := oddity() or _problem_of_accelerate():
+    if problem := _problem_of_ranks() or _problem_of_accelerate():
         raise UserError(problem)
     if ACCELERATE in os.environ or (is_launched() and TORCHRUN in os.environ):
         launcher = os.getppid()
@@ -27,6 +28,23 @@ def follow_launcher() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         if os.getppid() != launcher:  # it has already ended
             signal.raise_signal(signal.SIGTERM)
+
+
+def _problem_of_ranks() -> str:
+    """What is wrong with an environment that names a rank, but not all that a launcher sets; "" if
+    nothing is.
+    """
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    ranks = {name: value for name, value in variables.items() if name in RANKS}
+    if is_launched() or ranks.items() <= {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        return ""
+    assignments = " ".join(f"{name}={value}" for name, value in variables.items())
+    removals = " ".join(f"-u {name}" for name in variables)
+    return (
+        f"the environment has {assignments}, but no launcher set it; allowed: all of "
+        f"{', '.join(VARIABLES)}, with LOCAL_RANK <= RANK < WORLD_SIZE, or none; start this with "
+        f"torchrun or accelerate launch, or unset them: env {removals} python ..."
+    )
 
 
 def _problem_of_accelerate() -> str:

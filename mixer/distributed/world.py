@@ -16,13 +16,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor
 
-from mixer.common.errors import (
-    NAMES,
-    UserError,
-    end_at_interrupt,
-    first_line,
-    is_launched,
-)
+from mixer.common.errors import UserError, end_at_interrupt, first_line
+from mixer.common.launch import VARIABLES, is_launched
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it
@@ -127,7 +122,7 @@ def build_accelerator(precision: str) -> Accelerator:
     except Exception as error:  # each library raises its own kinds
         prefixes = ("ACCELERATE_", "FSDP_")
         names = [name for name in sorted(os.environ) if name.startswith(prefixes)]
-        names += [name for name in NAMES if name in os.environ]
+        names += [name for name in VARIABLES if name in os.environ]
         variables = ", ".join(f"{name}={os.environ[name]}" for name in names) or "none"
         refusal = UserError(
             f"accelerate cannot start ({first_line(error):.200}). Its variables here: {variables}; "

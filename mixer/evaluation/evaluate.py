@@ -15,16 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
-from mixer.common.errors import UserError, rank
+from mixer.common.errors import UserError
 from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
+from mixer.common.launch import rank
 from mixer.common.progress import time_reported
 from mixer.data.samples import Batch
 from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error
 from mixer.evaluation import scoring, texts
-from mixer.evaluation.beir import Collection, measures, read_collection
+from mixer.evaluation.beir import measures, read_collection
 from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
-from mixer.evaluation.search import Hits, search
+from mixer.evaluation.search import search
 from mixer.evaluation.texts import Text
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
 from mixer.objectives.language import TokenLoss, TokenScores, score_tokens
@@ -38,7 +39,9 @@ from mixer.reporting.text import (
     PERPLEXITY,
     SPEED,
     TOP1,
+    WIDTH,
     in_form,
+    shown_width,
     table,
     wrapped,
 )
@@ -79,7 +82,7 @@ def evaluate(evaluations: list[EvalOptions], directory: Path) -> None:
             raise
         if rank() == 0:
             write_evaluation(results, directory)
-            print(f"{evaluation_report(results)}\n\nthe report is in {directory}")
+            print(f"{evaluation_report(results, shown_width())}\n\nthe report is in {directory}")
     if dist.is_initialized():
         LASTING_GROUPS.append(dist.group.WORLD)
         dist.destroy_process_group()
@@ -125,6 +128,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
 
 
 def _evaluate(options: EvalOptions, process: Process) -> dict:
+    """`evaluate_checkpoint`, of options that are allowed, on a process that has joined."""
     directory = as_path(options.checkpoint)
     device = process.device
     with time_reported(f"loading {directory}"):
@@ -144,24 +148,63 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "dtype": options.dtype,
         "device": f"{processes} x {name}" if processes > 1 else name,
     }
-    size = options.batch_size
     if options.pairs:
-        directory = as_path(options.pairs)
-        texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
-        pairs = PairFile(directory, "validation", window)
-        pair_loss = PairLoss(model, ObjectiveConfig.temperature).eval()
-        with time_reported("reading pairs"):
-            scores = score_pairs(pair_loss, pairs, len(pairs), size, process)
-        if not math.isfinite(scores.loss):
-            raise UserError("the vectors are not finite: use --dtype fp32")
-        result |= {"data": options.pairs, "tokens": window, "pairs": scores.pairs}
-        return result | scores.top1
+        return result | evaluate_pairs(options, model, tokenizer, window, process)
     if options.retrieval:
-        folder = as_path(options.retrieval)
-        collection = read_collection(folder, options.split)
-        hits = search(model, tokenizer, collection, window, size, process)
-        result["collection"] = f"{folder.resolve().name} {options.split}"
-        return result | retrieval_numbers(collection, hits)
+        return result | evaluate_retrieval(options, model, tokenizer, window, process)
+    return result | evaluate_text(options, model, tokenizer, window, stride, process)
+
+
+def evaluate_pairs(
+    options: EvalOptions,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    window: int,
+    process: Process,
+) -> dict:
+    """The result's entries about pairs: how often a query's own target is the nearest."""
+    directory = as_path(options.pairs)
+    texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
+    pairs = PairFile(directory, "validation", window)
+    pair_loss = PairLoss(model, ObjectiveConfig.temperature).eval()
+    with time_reported("reading pairs"):
+        scores = score_pairs(pair_loss, pairs, len(pairs), options.batch_size, process)
+    if not math.isfinite(scores.loss):
+        raise UserError("the vectors are not finite: use --dtype fp32")
+    return {"data": options.pairs, "tokens": window, "pairs": scores.pairs} | scores.top1
+
+
+def evaluate_retrieval(
+    options: EvalOptions,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    window: int,
+    process: Process,
+) -> dict:
+    """The result's entries about the documents that were found in a collection."""
+    folder = as_path(options.retrieval)
+    collection = read_collection(folder, options.split)
+    hits = search(model, tokenizer, collection, window, options.batch_size, process)
+    return {
+        "collection": f"{folder.resolve().name} {options.split}",
+        "queries": len(collection.queries),
+        "documents": len(collection.document_ids),
+        "queries_cut": hits.queries_cut,
+        "documents_cut": hits.documents_cut,
+    } | measures(hits.rankings, collection.relevance)
+
+
+def evaluate_text(
+    options: EvalOptions,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    window: int,
+    stride: int,
+    process: Process,
+) -> dict:
+    """The result's entries about a text: its losses, and how fast they were computed."""
+    device = process.device
+    size = options.batch_size
     with time_reported("reading the text"):
         text = texts.choose_text(options, window, tokenizer)
     check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
@@ -178,12 +221,14 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     with said_progress(batches, text) as batches:
         own_batches = itertools.islice(batches, process.rank, None, process.size)
         scores = score_tokens(TokenLoss(model).eval(), own_batches, window, process)
-    result["tokens_per_second"] = scores.tokens / (time.perf_counter() - began)
-    result["peak_memory_gb"] = peak_memory_gb(device)
+    speed = {
+        "tokens_per_second": scores.tokens / (time.perf_counter() - began),
+        "peak_memory_gb": peak_memory_gb(device),
+    }
     if not math.isfinite(scores.nats):
         remedy = "use --dtype fp32; if it persists, the checkpoint diverged"
         raise UserError(f"the loss is {scores.nats} in {options.dtype}: {remedy}")
-    return result | numbers(scores, text, result["context"] or window)
+    return speed | numbers(scores, text, scoring.context_of(model) or window)
 
 
 @contextmanager
@@ -262,24 +307,14 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
     return result
 
 
-def retrieval_numbers(collection: Collection, hits: Hits) -> dict:
-    """What a report has of the documents that were found."""
-    return {
-        "queries": len(collection.queries),
-        "documents": len(collection.document_ids),
-        "queries_cut": hits.queries_cut,
-        "documents_cut": hits.documents_cut,
-    } | measures(hits.rankings, collection.relevance)
-
-
-def evaluation_report(results: list[dict]) -> str:
+def evaluation_report(results: list[dict], width: int = WIDTH) -> str:
     """Markdown: one row a checkpoint, and under the table what it was measured by."""
     cells = [{"checkpoint": result["label"]} for result in results]
     for title, (key, form) in COLUMNS.items():
         if any(key in result for result in results):
             for row, result in zip(cells, results, strict=True):
                 row[title] = in_form(result[key], form) if key in result else "-"
-    rows = table(cells)
+    rows = table(cells, width=width)
     if "pairs" in results[0]:
         return rows
     labels_of_notes: dict[str, list[str]] = {}  # the checkpoints that each note holds for
@@ -289,14 +324,14 @@ def evaluation_report(results: list[dict]) -> str:
     lines = [rows, ""]
     for note, labels in labels_of_notes.items():
         suffix = "" if len(labels) == len(results) else f" ({', '.join(labels)})"
-        lines.append(wrapped(note + suffix, "- ", "  "))
+        lines.append(wrapped(note + suffix, width, "- ", "  "))
     tokenizers = {result["tokenizer_sha256"] for result in results}
     if len(tokenizers) > 1 and "token_perplexity" in results[0]:
         note = (
             "The tokenizers differ: compare bits/byte and the perplexities per byte and word, "
             "not those per token."
         )
-        lines.append(wrapped(note, "- ", "  "))
+        lines.append(wrapped(note, width, "- ", "  "))
     return "\n".join(lines)
 
 

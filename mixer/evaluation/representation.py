@@ -26,7 +26,7 @@ from mixer.evaluation import evaluate, texts
 from mixer.evaluation.config import EvalOptions
 from mixer.evaluation.scoring import choose_device
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
-from mixer.reporting.text import table, wrapped
+from mixer.reporting.text import WIDTH, table, wrapped
 
 TOKENS = (16, 32, 64, 128)  # the default of --tokens
 TEXTS = 8  # windows for each length
@@ -93,7 +93,7 @@ def representation(
     }
 
 
-def report(result: dict) -> str:
+def report(result: dict, width: int = WIDTH) -> str:
     """A Markdown table with notes."""
     table_rows: dict[tuple, dict] = {}  # by what they read
     for row in result["rows"]:
@@ -110,7 +110,8 @@ def report(result: dict) -> str:
         f"a tenth, from Gaussian noise; at most {distance_left:.1%} of the noise's distance is "
         "left."
     )
-    return f"{table(list(table_rows.values()), keys=3)}\n\n{wrapped(notes)}"
+    rows = list(table_rows.values())
+    return f"{table(rows, keys=3, width=width)}\n\n{wrapped(notes, width)}"
 
 
 def blocks(body: nn.Module) -> nn.ModuleList:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from mixer.common.errors import UserError, is_launched
+from mixer.common.errors import UserError
 from mixer.common.hardware import lacks_bf16
+from mixer.common.launch import is_launched
 from mixer.data.samples import Batch
 from mixer.distributed.world import Process
 

@@ -17,7 +17,7 @@ from mixer.common.files import as_path
 from mixer.data.config import DataConfig
 from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
-from mixer.data.tokenizer import TextBytes, load_tokenizer, loss_of_text, text_encoder
+from mixer.data.tokenizer import TextBytes, load_tokenizer, lost_text, text_encoder
 from mixer.evaluation.config import EvalOptions
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
@@ -31,7 +31,7 @@ class Text:
     streams: list[np.ndarray]  # each (tokens,)
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
-    loses: str = ""  # what the tokenizer loses of it, see tokenizer.loss_of_text
+    loses: str = ""  # what the tokenizer loses of it, see tokenizer.lost_text
     samples: Samples | None = None  # the streams are theirs, of which their targets are scored
 
 
@@ -109,7 +109,7 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
         targets += len(text.streams[-1]) - 1
         if targets > options.max_tokens > 0:
             break
-    text.loses = loss_of_text(tokenizer, sample)
+    text.loses = lost_text(tokenizer, sample)
     return text
 
 

@@ -4,7 +4,7 @@ options: a part of the section `train`. Importing this file takes no time.
 
 from dataclasses import dataclass
 
-from mixer.common.errors import processes
+from mixer.common.launch import processes
 from mixer.common.options import option
 from mixer.data.config import TASKS, TEXTS, DataConfig
 

@@ -7,7 +7,7 @@ columns). x, dy and packed are fp16 or bf16, and sums fp32. `window` is 0 for a 
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
 gives the same bits each time. triangular.py has checked shapes, dtypes and devices, and asked
-`device_reason` whether the kernels can run.
+`fault` whether the kernels can run.
 """
 
 import ctypes
@@ -408,8 +408,9 @@ MOST_APART = 2e-2  # relative: kernels round to the type
 
 
 @functools.cache
-def device_reason(index: int) -> str | None:
-    """Why the kernels cannot run on a device, with the one command that fixes it. None if they can.
+def fault(index: int) -> str | None:
+    """What keeps the kernels from running on a device, with the one command that fixes it. None if
+    nothing does.
 
     The first call for a device builds the library if there is none, compares small results with
     plain PyTorch's and waits for them, so it must not come inside a graph capture. The answer is
@@ -457,7 +458,7 @@ def wrong_result(device: torch.device) -> str | None:
                 "bias": (heads, tokens),
                 "residual": (batch, tokens, channels),
             }
-            problem = apart(triangular_conv, plain_conv, shapes, device, dtype)
+            problem = compare(triangular_conv, plain_conv, shapes, device, dtype)
             if problem:
                 return problem
     return None
@@ -470,7 +471,7 @@ def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Ten
     return plain.triangular_conv(x, None, bias, residual, lags=weight)
 
 
-def apart(
+def compare(
     kernels: Callable[..., Tensor],
     expected: Callable[..., Tensor],
     shapes: dict[str, tuple[int, ...]],

@@ -46,7 +46,7 @@ def blindness() -> tuple[str, str] | None:
 def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str, str] | None:
     """What keeps a GPU from running the kernels, if anything does, and a command that fixes it."""
     try:
-        reason = cuda.device_reason(index)
+        reason = cuda.fault(index)
     except Exception as error:  # whatever a broken GPU makes of it is what we came for
         reason = str(error)
     if reason is None:

@@ -83,9 +83,7 @@ def keyed_conv(
     if (
         backend != "dense"
         and tokens <= context
-        and kernels_serve(
-            query.device, query.dtype, key_size, value_size, context, lags is not None
-        )
+        and uses_kernels(query.device, query.dtype, key_size, value_size, context, lags is not None)
     ):
         return by_kernels(query, key, value, mixing, bias, decay)
     return plain.keyed_conv(query, key, value, weight, bias, lags=lags, decay=decay)
@@ -143,7 +141,7 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
 
 
 @constant_in_a_graph
-def kernels_serve(
+def uses_kernels(
     device: torch.device,
     dtype: torch.dtype,
     key_size: int,
@@ -151,12 +149,12 @@ def kernels_serve(
     context: int,
     by_lag: bool,
 ) -> bool:
-    """Whether the kernels can take keys and values of so many numbers in each head. Where they
-    cannot take a GPU tensor, or fail on its GPU, the log says so, once.
+    """Whether `keyed_conv` uses the kernels for keys and values of so many numbers in each head.
+    Where they cannot take a GPU tensor, or fail on its GPU, the log says so, once.
     """
     if device.type != "cuda":
         return False
-    serve = (
+    supports = (
         torch.version.hip is None
         and HAS_TRITON
         and cuda.device_facts(device.index)[0] >= 80
@@ -165,7 +163,7 @@ def kernels_serve(
         and value_size in SIZES
         and context <= MOST_CONTEXT
     )
-    if not serve:
+    if not supports:
         warn_once(
             f"keyed mixing runs without kernels for {dtype}, keys of {key_size} and values of "
             f"{value_size} numbers in a head, and a context of {context}; they take float32, "
@@ -173,10 +171,10 @@ def kernels_serve(
             f"{MOST_CONTEXT}, on NVIDIA GPUs of compute capability 8.0 or newer with Triton "
             "(`pip install triton`)"
         )
-    problem = fault(device, dtype, key_size, value_size, by_lag) if serve else None
+    problem = fault(device, dtype, key_size, value_size, by_lag) if supports else None
     if problem:
         warn_once(f"keyed mixing runs without kernels, which fail on this GPU: {problem}")
-    return serve and problem is None
+    return supports and problem is None
 
 
 @functools.cache
@@ -203,7 +201,7 @@ def fault(
         return plain.keyed_conv(query, key, value, mixing, bias)
 
     try:
-        return cuda.apart(
+        return cuda.compare(
             functools.partial(by_kernels, decay=decay), expected, shapes, device, dtype
         )
     except Exception as error:  # what Triton and CUDA raise has no type of its own

@@ -74,7 +74,7 @@ def triangular_conv(
     _check(x, weight, lags, bias, residual, backend)
     mixing = weight if lags is None else lags
     assert mixing is not None  # or _check would have raised
-    if kernels_take(backend, x, mixing.shape[0]):
+    if uses_kernels(backend, x, mixing.shape[0]):
         return cuda.triangular_conv(x, mixing, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
@@ -163,7 +163,7 @@ def on_one_device(*tensors: Tensor) -> bool:
     return all(tensor.device == tensors[0].device for tensor in tensors)
 
 
-# ------------------------------------------------------------------------- do the kernels serve?
+# ------------------------------------------------------------------------- kernels or PyTorch?
 
 
 @functools.cache
@@ -180,34 +180,37 @@ def constant_in_a_graph(function: Callable) -> Callable:
     return function
 
 
-def kernels_take(backend: str, x: Tensor, heads: int) -> bool:
-    """Whether the kernels of `triangular_conv` take x. Where `auto` leaves a GPU tensor to PyTorch,
+def uses_kernels(backend: str, x: Tensor, heads: int) -> bool:
+    """Whether `triangular_conv` of x uses the kernels. Where `auto` leaves a GPU tensor to PyTorch,
     the log says why, once. Raises UserError for backend="cuda" where the kernels cannot run.
     """
     if backend == "dense" or (backend == "auto" and not x.is_cuda):
         return False
     # bool() would keep a symbol of the compiler's
     is_aligned = True if x.shape[2] // heads % 8 == 0 else False
-    return _kernels_take(backend, x.device, x.dtype, is_aligned)
+    return _uses_kernels(backend, x.device, x.dtype, is_aligned)
 
 
 @constant_in_a_graph
-def _kernels_take(backend: str, device: torch.device, dtype: torch.dtype, is_aligned: bool) -> bool:
-    serve = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
-    if serve and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
-        reason = cuda.device_reason(device.index)
+def _uses_kernels(backend: str, device: torch.device, dtype: torch.dtype, is_aligned: bool) -> bool:
+    """`uses_kernels`, for a backend other than dense. What the kernels support is as in
+    `kernels_for` of csrc/api.cu.
+    """
+    supports = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
+    if supports and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
+        problem = cuda.fault(device.index)
     else:
         heads = "" if is_aligned else ", in heads of an unsupported size"
-        reason = (
+        problem = (
             f"x is {dtype} on {device}{heads}; the CUDA kernels take float16, and bfloat16 from "
             "compute capability 8.0, in heads of a multiple of 8 channels. Use "
             "backend='dense', or convert x (train.mixed_precision=fp16 or bf16)."
         )
-    if reason is None:
+    if problem is None:
         return True
     if backend == "cuda":
-        raise UserError(f"mixing backend 'cuda' cannot run here: {reason}")
-    warn_once(f"mixing backend 'auto' uses 'dense', because 'cuda' cannot run here: {reason}")
+        raise UserError(f"mixing backend 'cuda' cannot run here: {problem}")
+    warn_once(f"mixing backend 'auto' uses 'dense', because 'cuda' cannot run here: {problem}")
     return False
 
 
@@ -239,8 +242,8 @@ def mix_row(
         positions: (batch or 1, 1) int64, below length; 1 if all samples share one. The values are
             not checked, because that would wait for the GPU. For a position outside the memory,
             the kernel returns NaN and writes nothing.
-        backend: "auto" and "cuda" use the kernel where it can serve; otherwise, and for "dense",
-            plain PyTorch does.
+        backend: "auto" and "cuda" use the kernel where it can take the call; otherwise, and for
+            "dense", plain PyTorch does.
 
     Returns:
         y: (batch, 1, channels), in x's dtype, or in autocast's where it is on.
@@ -252,14 +255,15 @@ def mix_row(
     """
     arguments = (memory, x, weight, bias, residual, positions)
     # The compiler sees through plain PyTorch, but not through a call of the kernel.
-    if not torch.compiler.is_compiling() and kernel_serves(*arguments, backend):
+    if not torch.compiler.is_compiling() and row_uses_kernel(*arguments, backend):
         return launch(*arguments)
     return plain.mix_row(*arguments)
 
 
-def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool:
-    """Whether the kernel can take a call: with other shapes it would read and write out of bounds.
-    The first call on a device builds the kernels, so it must not come inside a graph capture.
+def row_uses_kernel(memory, x, weight, bias, residual, positions, backend) -> bool:
+    """Whether `mix_row` of these arguments uses the kernel, which with other shapes would read and
+    write out of bounds. The first call on a device builds the kernels, so it must not come inside a
+    graph capture.
     """
     batch, heads, length, width = memory.shape
     context = weight.shape[-1]
@@ -287,11 +291,11 @@ def kernel_serves(memory, x, weight, bias, residual, positions, backend) -> bool
         and width * x.element_size() % 16 == 0
         and on_one_device(positions, *read)
     )
-    return fits and cuda.device_reason(x.device.index) is None
+    return fits and cuda.fault(x.device.index) is None
 
 
 def launch(memory, x, weight, bias, residual, positions) -> Tensor:
-    """`mix_row` by the kernel, for arguments that `kernel_serves` has accepted."""
+    """`mix_row` by the kernel, for arguments that `row_uses_kernel` has accepted."""
     batch, heads, length, width = memory.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = {

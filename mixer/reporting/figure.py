@@ -5,6 +5,7 @@ matplotlib is optional, so it is imported where a picture is drawn.
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E
 GREY = "#777777"
 PLAIN = "{x:,g}"  # the marks of an axis
 Layout = Literal["constrained", "compressed", "tight"]  # of a figure
-LONGEST_NAME = 40  # of a curve: of a longer name the end is shown
+LONGEST_NAME = 40  # of a curve: of a longer name the end is shown, or it is wrapped
 STYLE: dict[Any, object] = {
     "figure.constrained_layout.use": True,
     "font.size": 11,
@@ -103,17 +104,20 @@ def log_axis(
 
 
 def write_names(axes, names: list[tuple[float, float, str, str]]) -> None:
-    """Writes (x, y, name, colour) to the right of their points, at least a line apart."""
+    """Writes (x, y, name, colour) to the right of their points, one below another, in lines of at
+    most LONGEST_NAME characters.
+    """
     axes.figure.draw_without_rendering()  # settles the limits
     pixels = axes.figure.dpi / 72  # of a point
-    line = 1.15 * 10 * pixels  # of the text
-    before = -math.inf
+    line = 1.2 * 10 * pixels  # of the text
+    top = -math.inf  # of the names so far
     heights = [axes.transData.transform((x, y))[1] for x, y, *_ in names]
     for height, (x, y, name, colour) in sorted(zip(heights, names, strict=True)):
-        text_height = max(height, before + line)
-        before = text_height
+        wrapped = textwrap.wrap(name, LONGEST_NAME)
+        text_height = max(height, top + line * len(wrapped) / 2)
+        top = text_height + line * len(wrapped) / 2
         axes.annotate(
-            name,
+            "\n".join(wrapped),
             (x, y),
             xytext=(8, (text_height - height) / pixels),
             textcoords="offset points",

@@ -1,9 +1,10 @@
-"""The text that reports read (lines of metrics.jsonl) and write (Markdown, at most WIDTH columns
-wide, so that no terminal breaks a line).
+"""The text that reports read (lines of metrics.jsonl) and write: Markdown, in files and pipes WIDTH
+columns wide, and in a terminal as narrow as that is, so that it breaks no line.
 """
 
 import json
 import math
+import shutil
 import textwrap
 from pathlib import Path
 
@@ -69,24 +70,29 @@ def series(lines: list[dict], key: str) -> tuple[list[int], list[float]]:
     return sorted(values), [values[step] for step in sorted(values)]
 
 
-def table(rows: list[dict], keys: int = 1) -> str:
+def shown_width() -> int:
+    """How wide text is that is printed, in columns: as the terminal, or WIDTH."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns)
+
+
+def table(rows: list[dict], keys: int = 1, width: int = WIDTH) -> str:
     """A Markdown table of rows that map the columns' titles to text or numbers.
 
     The titles are those of the first row. The first `keys` columns name a row. Columns that do not
-    fit into WIDTH go into further tables, which begin with the columns that name the rows.
+    fit into the width go into further tables, which begin with the columns that name the rows.
     """
     columns = []
     for title in rows[0]:
         cells = [title, *(format_number(row[title]) for row in rows)]
-        width = max(3, *map(len, cells))
+        size = max(3, *map(len, cells))
         is_first = not columns
-        rule = "-" * width if is_first else "-" * (width - 1) + ":"
-        title, *cells = (cell.ljust(width) if is_first else cell.rjust(width) for cell in cells)
+        rule = "-" * size if is_first else "-" * (size - 1) + ":"
+        title, *cells = (cell.ljust(size) if is_first else cell.rjust(size) for cell in cells)
         columns.append([title, rule, *cells])
     tables = [columns[:keys]]
     for column in columns[keys:]:
-        width = sum(len(title) + len(" | ") for title, *_ in [*tables[-1], column])
-        if width >= WIDTH and len(tables[-1]) > keys:
+        table_width = sum(len(title) + len(" | ") for title, *_ in [*tables[-1], column]) + 1
+        if table_width > width and len(tables[-1]) > keys:
             tables.append(columns[:keys])
         tables[-1].append(column)
     return "\n\n".join(map(_joined_columns, tables))
@@ -96,11 +102,11 @@ def _joined_columns(columns: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
-def wrapped(text: str, first_indent: str = "", indent: str = "") -> str:
-    """Text in lines of at most WIDTH columns; `indent` begins all lines but the first."""
+def wrapped(text: str, width: int = WIDTH, first_indent: str = "", indent: str = "") -> str:
+    """Text in lines of at most `width` columns; `indent` begins all lines but the first."""
     return textwrap.fill(
         text,
-        WIDTH - 10,  # room for an indent
+        width,
         initial_indent=first_indent,
         subsequent_indent=indent,
         break_long_words=False,

@@ -3,7 +3,7 @@
 config        all settings of a run
 loop          the run; `Trainer.step` is one step
 start         what it starts with: data, model and optimizer, new or from a checkpoint
-estimate      the memory that it needs, and the banner
+estimate      the memory that it needs
 passes        the forward and backward passes; torch.compile, CUDA graphs, recomputation
 optim         which optimizer trains which parameter, the learning rate, clipping, skipped steps
 muon          an optimizer for matrices

@@ -47,8 +47,7 @@ class TrainConfig(ObjectiveConfig):
     tf32: bool = option(True, "allow TF32 in fp32 matrix products on GPUs that have it")
     compile: str = option(
         "auto",
-        "torch.compile; blocks: each block, the final norm and the loss; auto: blocks on GPUs "
-        "with Triton",
+        "torch.compile; blocks: each block, the final norm and the loss; auto: blocks on GPUs",
         choices=("auto", "no", "blocks"),
     )
     cuda_graphs: str = option(
@@ -77,6 +76,8 @@ LONG = 2048  # tokens of context; LONG_LAGS_LR is for longer ones
 
 @dataclass
 class OptimConfig:
+    """The optimizers, their learning rates, and how these rise and fall."""
+
     name: str = option(
         "adamw",
         "adamw, or muon: Muon for the matrices of linear layers, AdamW for the rest",
@@ -112,6 +113,8 @@ class OptimConfig:
 
 @dataclass
 class CheckpointConfig:
+    """When a run is saved, which checkpoints are kept, and from which one it continues."""
+
     save_every: int = option(1000, "steps between checkpoints; 0: only at the end", at_least=0)
     save_last: bool = option(True, "save at the end; false: for runs that are only timed")
     keep: int = option(2, "newest checkpoints to keep; the best one is kept too", at_least=2)
@@ -125,6 +128,8 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
+    """How often metrics are written, and where else they go."""
+
     log_every: int = option(10, "steps between lines of metrics", at_least=1)
     tracker: str = option(
         "none",
@@ -238,13 +243,23 @@ def override(key: str, value: Any) -> str:
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
+HELP_WIDTH = 79  # columns: of any terminal
+
+
 def describe_options() -> str:
     """Every key with its type, default, allowed values and meaning, for --help."""
     lines = ["keys and their defaults, for the YAML file or as section.key=value:"]
     for key, item in OPTIONS.items():
         allowed = allowed_values(item).replace("text in quotes", "text")
-        lines.append(f"  {override(key, item.default)}: {allowed}")
-        lines.append(textwrap.indent(textwrap.fill(item.metadata["help"], 78), " " * 6))
+        default = f"{override(key, item.default)}: {allowed}"
+        for text, indent in ((default, 2), (item.metadata["help"], 6)):
+            lines += textwrap.wrap(
+                text,
+                HELP_WIDTH,
+                initial_indent=" " * indent,
+                subsequent_indent=" " * 6,
+                break_on_hyphens=False,
+            )
     return "\n".join(lines)
 
 
@@ -272,7 +287,7 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
         name = key.rpartition(".")[2]
         near = [option for option in OPTIONS if option.rpartition(".")[2] == name]
         near += difflib.get_close_matches(key, OPTIONS, 1)
-        hint = f"did you mean {near[0]}?" if near else "allowed keys: python train.py --help"
+        hint = f"did you mean {near[0]}?" if near else "allowed keys: mixer train --help"
         return f"unknown key {key} = {value!r}; {hint}"
     choices = OPTIONS[key].metadata.get("choices", ())
     if isinstance(value, bool) and str(value).lower() in choices:

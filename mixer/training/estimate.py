@@ -1,6 +1,4 @@
-"""What a run will need: an estimate of its memory, and the banner that says it, with the sizes of
-the run, before the first step.
-"""
+"""What a run will need: an estimate of its memory, and what to change for one that needs less."""
 
 import psutil
 import torch
@@ -10,15 +8,11 @@ from transformers.pytorch_utils import Conv1D
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import lacks_bf16, memory_limit
-from mixer.common.terminal import counted
 from mixer.data.config import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, model_config, new_model
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 from mixer.training.config import RunConfig
-from mixer.training.start import State
-
-# ------------------------------------------------------------------------- memory
 
 
 def needed_gb(run: RunConfig, data: Manifest, world: World) -> float:
@@ -51,30 +45,31 @@ def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> fl
     """What a step keeps for its backward pass, of a model of any architecture."""
     config = model.config
     blocks = len(blocks_of(model))
-    number = 4 if run.train.mixed_precision == "no" else 2  # bytes
+    number_bytes = 4 if run.train.mixed_precision == "no" else 2
     context = run.model.max_position_embeddings
     tokens = run.train.batch_size * run.objective.sample_tokens
 
     # In fp32 the softmax of the logits and its gradient.
     token_bytes = 2 * 4 * config.vocab_size if run.objective.reads_logits else 0
     if run.train.recompute == "block":
-        token_bytes += number * blocks * config.hidden_size  # the input of each
+        token_bytes += number_bytes * blocks * config.hidden_size  # the input of each
         return tokens * token_bytes
     # What goes into and comes out of each linear layer, and of both norms of a block one of these.
     head = model.get_output_embeddings()
     for layer in model.modules():
         if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
-            token_bytes += number * sum(layer.weight.shape)
-    token_bytes += number * blocks * 2 * config.hidden_size
+            token_bytes += number_bytes * sum(layer.weight.shape)
+    token_bytes += number_bytes * blocks * 2 * config.hidden_size
     if run.train.recompute == "activation":  # without that of the MLP
-        token_bytes -= number * blocks * config.intermediate_size
+        token_bytes -= number_bytes * blocks * config.intermediate_size
     # Plain PyTorch also keeps numbers for each pair of tokens: the weights of a convolution, and of
     # keyed mixing, in each text, its scores and how well tokens match.
     texts = tokens // context
     pair_bytes = 0
     for layer in model.modules():
         if isinstance(layer, TriangularConv) and not on_gpu:
-            pair_bytes += number * layer.heads * (2 * texts if isinstance(layer, KeyedConv) else 1)
+            squares = 2 * texts if isinstance(layer, KeyedConv) else 1
+            pair_bytes += number_bytes * layer.heads * squares
     return tokens * token_bytes + pair_bytes * context**2
 
 
@@ -95,43 +90,3 @@ def less_memory(run: RunConfig, device: torch.device) -> str:
         advice.append(f"set train.mixed_precision={'fp16' if lacks_bf16(device) else 'bf16'}")
     advice.append("choose a smaller model")
     return f"To need less: {'; or '.join(advice)}. Then run the same command again"
-
-
-# ------------------------------------------------------------------------- banner
-
-
-def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: World) -> str:
-    """What is printed before the first step. samples: of the training split; memory_gb: of
-    `needed_gb`.
-    """
-    parameters = state.model.num_parameters() / 1e6
-    is_mixer = run.model.architecture == "masked_mixer"
-    mixing = run.model.mixing_backend if is_mixer else f"of {state.model.config.model_type}"
-    processes = counted(world.size, "process", "processes")
-    if world.is_sharded:
-        processes += ", FSDP"
-    on_gpu = world.device.type == "cuda"
-    device_name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
-    steps = run.train.steps
-    step_samples = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
-    step_tokens = step_samples * run.objective.sample_tokens
-    epochs = steps * step_samples / samples
-    begins = "a fresh start"
-    if state.resumed:
-        begins = f"resuming {state.resumed}"
-    elif run.train.init_from:
-        begins = f"a start from {run.train.init_from}"
-    is_finished = state.counters.step >= steps
-    if is_finished:
-        begins += f", already finished ({counted(steps, 'step')}); raise train.steps to continue"
-    lines = [
-        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
-        f"{device_name}",
-        f"{counted(steps, 'step')} of {counted(step_tokens, 'token')}, "
-        f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
-        f"about {memory_gb:.1f} GB of memory; {begins}",
-    ]
-    warmup_steps = run.optim.warmup_steps
-    if warmup_steps > steps and not is_finished:
-        lines.append(f"optim.warmup_steps = {warmup_steps} is cut to train.steps, {steps}")
-    return "\n".join(lines)

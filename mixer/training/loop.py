@@ -19,12 +19,12 @@ from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import is_out_of_memory, out_of_memory
-from mixer.common.terminal import lasting_output
+from mixer.common.terminal import counted, lasting_output
 from mixer.data.prepare import Data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import RunConfig, TrainConfig, used_configuration
-from mixer.training.estimate import banner, less_memory, needed_gb
+from mixer.training.estimate import less_memory, needed_gb
 from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
 from mixer.training.passes import useful_flops
@@ -92,8 +92,7 @@ class Trainer:
         self.accelerated = state.optimizer
         self.optimizer = self.accelerated.optimizer
         self.counters = state.counters
-        # That of step 0; and on a resume again that of the step where it stands, which a killed run
-        # may lack.
+        # Step 0; on a resume the step where the run stands, whose evaluation a killed run may lack.
         self.evaluates_first = evaluation_due(run.train, self.counters.step)
         self.guard = Guard(
             self.optimizer,
@@ -102,21 +101,23 @@ class Trainer:
             device=self.device,
         )
         self.writer = CheckpointWriter(
-            run.directory,
-            run.checkpoint.keep,
-            run.checkpoint.keep_every,
-            world,
-            self.model,
-            data.tokenizer,
-            self.objective.write_beside,
+            directory=run.directory,
+            keep=run.checkpoint.keep,
+            keep_every=run.checkpoint.keep_every,
+            world=world,
+            model=self.model,
+            tokenizer=data.tokenizer,
+            write_beside=self.objective.write_beside,
         )
         self.batches = Batches(
             data.training,
             SampleOrder(len(data.training), run.seed),
-            (run.train.gradient_accumulation_steps, run.train.batch_size),
-            (world.rank, world.size),
-            self.counters.samples,
-            self.device.type == "cuda",  # pinned memory
+            micro_batches=run.train.gradient_accumulation_steps,
+            batch_size=run.train.batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            position=self.counters.samples,
+            pin=self.device.type == "cuda",
         )
         self.step_tokens = self.batches.step_samples * self.objective.sample_tokens
         self.counts_targets = self.objective.counts_targets(data)
@@ -237,7 +238,7 @@ class Trainer:
             line["loss_scale"] = self.scaler.get_scale()
         flops = useful_flops(self.model, self.run)
         precision = self.run.train.mixed_precision
-        line |= self.timer.window(counters.tokens, flops, self.world, precision)
+        line |= self.timer.lap(counters.tokens, flops, self.world, precision)
         if self.metrics:
             self.metrics.write(line)
         return as_text(line, self.run.train.steps)
@@ -279,6 +280,43 @@ def profiled(run: RunConfig) -> profile:
     steps = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
     path = str(run.directory / "trace.json.gz")
     return profile(schedule=steps, on_trace_ready=lambda done: done.export_chrome_trace(path))
+
+
+def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: World) -> str:
+    """A run's first lines: what it trains on what. samples: of the training split; memory_gb: from
+    `needed_gb`.
+    """
+    parameters = state.model.num_parameters() / 1e6
+    is_mixer = run.model.architecture == "masked_mixer"
+    mixing = run.model.mixing_backend if is_mixer else f"of {state.model.config.model_type}"
+    processes = counted(world.size, "process", "processes")
+    if world.is_sharded:
+        processes += ", FSDP"
+    on_gpu = world.device.type == "cuda"
+    device_name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
+    steps = run.train.steps
+    step_samples = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
+    step_tokens = step_samples * run.objective.sample_tokens
+    epochs = steps * step_samples / samples
+    begins = "a fresh start"
+    if state.resumed:
+        begins = f"resuming {state.resumed}"
+    elif run.train.init_from:
+        begins = f"a start from {run.train.init_from}"
+    is_finished = state.counters.step >= steps
+    if is_finished:
+        begins += f", already finished ({counted(steps, 'step')}); raise train.steps to continue"
+    lines = [
+        f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
+        f"{device_name}",
+        f"{counted(steps, 'step')} of {counted(step_tokens, 'token')}, "
+        f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
+        f"about {memory_gb:.1f} GB of memory; {begins}",
+    ]
+    warmup_steps = run.optim.warmup_steps
+    if warmup_steps > steps and not is_finished:
+        lines.append(f"optim.warmup_steps = {warmup_steps} is cut to train.steps, {steps}")
+    return "\n".join(lines)
 
 
 def closing(run: RunConfig, step: int, stopped: bool) -> str:
@@ -353,6 +391,7 @@ def advice_on_errors(run: RunConfig, accelerator: Accelerator) -> Iterator[None]
 
 
 def too_large(run: RunConfig, device: torch.device) -> UserError:
+    """The error for a run that has just filled the memory, with the sizes to lower."""
     names = ["max_position_embeddings"]
     if run.model.architecture != "auto":
         names += ["hidden_size", "num_hidden_layers"]

@@ -42,10 +42,10 @@ class Timer:
         yield
         self.seconds[activity] += time.perf_counter() - began
 
-    def window(
+    def lap(
         self, tokens: int, flops_per_token: float, world: World, precision: str
     ) -> dict[str, float]:
-        """Since the last call: the throughput of all processes, with useful TFLOP/s and their share
+        """Since the last lap: the throughput of all processes, with useful TFLOP/s and their share
         of the devices' peak if that is known, and the share of time that this process waited for
         data. Waits for the device. tokens: trained on so far by all processes, without padding.
         """
@@ -68,14 +68,13 @@ class Metrics:
     """Writes the metrics of a run that stands at `step`; only the main process has one.
 
     Lines that a killed run wrote after its checkpoint of `step` are removed, so that the file has
-    each step once, and so are the validation losses of `step` itself where they are computed
-    `again`. The tracker gets the lines that it lacks: wandb's own process may have lost some with
-    the kill.
+    each step once, and so are the scores of `step` itself if the run `evaluates_again`. The tracker
+    gets the lines that it lacks: wandb's own process may have lost some with the kill.
 
     wandb_id: of the run at wandb, where it goes on there.
     """
 
-    def __init__(self, run: RunConfig, step: int, again: bool, wandb_id: str | None):
+    def __init__(self, run: RunConfig, step: int, evaluates_again: bool, wandb_id: str | None):
         path = run.directory / "metrics.jsonl"
         self.name = run.logging.tracker
         self.validation_losses: dict[int, float] = {}  # by step
@@ -85,8 +84,8 @@ class Metrics:
         self.tracked = wandb.step if wandb else 0  # the tracker has the lines of earlier steps
         texts = []
         for text, line in readable_lines(path, print) if path.exists() else ():
-            is_again = again and "validation_loss" in line
-            if line["step"] < step or (line["step"] == step and not is_again):
+            comes_again = evaluates_again and "validation_loss" in line
+            if line["step"] < step or (line["step"] == step and not comes_again):
                 texts.append(text + "\n")
                 self._note(line)
         write_text(path, "".join(texts))
@@ -133,6 +132,7 @@ class Metrics:
 
 
 def _start_tracker(run: RunConfig, wandb_id: str | None) -> GeneralTracker | None:
+    """What logging.tracker names; None for "none". wandb_id: of the run at wandb, to go on with."""
     name = run.logging.tracker
     if name == "none":
         return None
@@ -157,13 +157,13 @@ def in_json(value: Any) -> Any:
 
 
 def as_text(line: dict[str, Any], steps: int) -> str:
-    """A line of metrics of a run of `steps` steps, for people."""
+    """A line of metrics of a run of `steps` steps, for people. `norm` is the gradient's."""
     step = line["step"]
     rate = line["tokens_per_second"]
     entries = [
         f"loss {line['loss']:.4f}",
-        f"lr {line['lr']:.2e}",
-        f"grad norm {line['grad_norm']:.3f}",
+        f"lr {line['lr']:.1e}",
+        f"norm {line['grad_norm']:.3f}",
     ]
     if line["skipped_steps"]:
         entries.append(f"{line['skipped_steps']} skipped")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.checkpoints import restore
@@ -19,6 +20,7 @@ from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
 from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, check_causal, model_config, new_model
+from mixer.objectives.objective import Loss
 from mixer.training.config import RunConfig, used_configuration
 from mixer.training.optim import build_optimizer, jump_of_rate
 from mixer.training.passes import (
@@ -124,7 +126,7 @@ def resumed_state(
     """
     trainer = restore.load_trainer(checkpoint, record["data"])
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = whole_or_meta(lambda: restore.load_model(checkpoint, config), config, world)
+    model = whole_or_meta(lambda: restore.load_matching_model(checkpoint, config), config, world)
     counters = Counters.of_trainer(trainer)
     step = counters.step
     record["earlier"] = trainer["earlier"]
@@ -138,7 +140,7 @@ def resumed_state(
         record["mixing"] = trainer["mixing"]
         restore.take_backends(model, trainer["mixing"], world)
     passes, optimizer = parallelize(model, run, world)
-    restore.resume(checkpoint, trainer, model, optimizer.optimizer, world)
+    restore.load_state(checkpoint, trainer, model, optimizer.optimizer, world)
     is_own = checkpoint.resolve().parent == run.directory.resolve()  # and not another run's
     wandb_id = trainer["wandb_id"] if is_own else None
     return State(model, passes, optimizer, counters, record, checkpoint, wandb_id)
@@ -179,38 +181,54 @@ def parallelize(
         check_causal(model)
     is_compiled = compile_loss(loss, run, shape, world)
     if world.is_sharded:
-        embedding = model.get_input_embeddings()
-        head = model.get_output_embeddings()
-        assert head is not None  # of a causal language model
-        if embedding.weight is head.weight:
-            shard(loss, blocks_of(model), [embedding, head], world)
-        else:
-            shard(loss, [*blocks_of(model), embedding], [head], world)
+        shard_loss(loss, world)
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
-    prepare = world.accelerator.prepare
     if is_compiled and not obstacle_to_graph(run, world):
-        if world.size > 1:
-            # DDP would do it, too: hosts with other CPUs draw other initial weights.
-            for tensor in loss.state_dict().values():
-                dist.broadcast(tensor, 0)
-        # in autocast, but not in DDP
-        parallel = world.accelerator.prepare_model(loss, evaluation_mode=True)
-        passes = Passes(parallel, world)
-        passes.record(shape)
-        return passes, prepare(optimizer)
+        return recorded_passes(loss, shape, world), world.accelerator.prepare(optimizer)
     if world.is_sharded:
         parallel = loss
         accelerated: Any = world.accelerator.prepare_optimizer(optimizer)
     else:  # DDP, and autocast
-        parallel, accelerated = prepare(loss, optimizer)
+        parallel, accelerated = world.accelerator.prepare(loss, optimizer)
     if world.size > 1:
-        # DDP sums gradients bucket by bucket, and lays the buckets out anew after its first
-        # backward pass. With three or more processes another layout means another order of summing.
-        # Without this pass, whose gradients are dropped, the first step after a resume would differ
-        # in its last bits from the same step of an uninterrupted run. FSDP's blocks are compiled in
-        # it.
-        tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
-        parallel(tokens, tokens).sum().backward()
-        parallel.zero_grad(set_to_none=True)
+        warm_up(parallel, shape, world)
     return Passes(parallel, world), accelerated
+
+
+def shard_loss(loss: Loss, world: World) -> None:
+    """Turns the parameters of the model into shards, block by block."""
+    model = loss.model
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    assert head is not None  # of a causal language model
+    if embedding.weight is head.weight:
+        shard(loss, blocks_of(model), [embedding, head], world)
+    else:
+        shard(loss, [*blocks_of(model), embedding], [head], world)
+
+
+def recorded_passes(loss: Loss, shape: tuple[int, int], world: World) -> Passes:
+    """The passes as a CUDA graph, for batches of `shape`, (batch, tokens): in autocast, without
+    DDP.
+    """
+    if world.size > 1:
+        # DDP would do it, too: hosts with other CPUs draw other initial weights.
+        for tensor in loss.state_dict().values():
+            dist.broadcast(tensor, 0)
+    passes = Passes(world.accelerator.prepare_model(loss, evaluation_mode=True), world)
+    passes.record(shape)
+    return passes
+
+
+def warm_up(parallel: nn.Module, shape: tuple[int, int], world: World) -> None:
+    """A forward and a backward pass whose gradients are dropped; parallel: the loss in DDP or FSDP.
+
+    DDP sums gradients bucket by bucket, and lays the buckets out anew after its first backward
+    pass. With three or more processes another layout means another order of summing: without this
+    pass, the first step after a resume would differ in its last bits from the same step of an
+    uninterrupted run. FSDP's blocks are compiled in it.
+    """
+    tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+    parallel(tokens, tokens).sum().backward()
+    parallel.zero_grad(set_to_none=True)

@@ -55,7 +55,7 @@ def test_backends_and_a_transformer_are_compared_by_steps(write_config, tmp_path
     command += ["train.gradient_accumulation_steps=2"]  # overrides may follow
     printed = run_python(*command, output=tmp_path / "printed")
     runs, text = runs_in(output / "report.json"), (output / "report.md").read_text()
-    assert text in printed
+    assert text.partition("\n![")[0] in printed  # all but the picture
     assert all(len(line) <= 100 for line in text.splitlines() if "/" not in line)  # no paths
     assert runs["dense"]["steps"] == 12 and runs["dense"]["tokens_a_step"] == 16 * 32
     assert runs["dense"]["text_sha256"] == runs["llama"]["text_sha256"]

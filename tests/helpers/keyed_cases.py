@@ -172,7 +172,7 @@ def watch(kernels: ModuleType) -> list[Tensor]:
 
 def operator() -> None:
     """What autograd, torch.compile and autocast see is the operators' own."""
-    keyed.kernels_serve = torch.compiler.assume_constant_result(lambda *_: True)
+    keyed.uses_kernels = torch.compiler.assume_constant_result(lambda *_: True)
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 2, 24, 32)
     leaves = [query, key, value, torch.randn(2, 1, 32, 32), torch.randn(2, 32)]

@@ -39,6 +39,7 @@ def _enter(directory: str, environment: dict[str, str], output: str) -> None:
     os.setpgid(0, 0)
     os.chdir(directory)
     sys.path.insert(0, str(ROOT))
+    os.environ.pop("COLUMNS", None)  # by readline, which pytest imports: no terminal is meant
     os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)

@@ -16,7 +16,7 @@ def gpu(monkeypatch):
     def pretend(capability: int) -> torch.device:
         triangular.warn_once.cache_clear()
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
-        monkeypatch.setattr(cuda, "device_reason", lambda index: None)
+        monkeypatch.setattr(cuda, "fault", lambda index: None)
         monkeypatch.setattr(keyed, "fault", lambda *_: None)
         return torch.device("cuda", 0)
 
@@ -38,13 +38,13 @@ def test_auto_takes_the_kernels_for_what_they_serve_and_says_why_not(
 ):
     shape = (2, 512, 2 * width)
     x = SimpleNamespace(dtype=dtype, shape=shape, device=gpu(capability), is_cuda=True)
-    assert triangular.kernels_take("auto", x, heads=2) == serves
+    assert triangular.uses_kernels("auto", x, heads=2) == serves
     reason = f"x is {dtype} on cuda:0.* the CUDA kernels take float16"
     assert serves or f"x is {dtype} on cuda:0" in caplog.text
     if not serves:
         with pytest.raises(UserError, match=f"'cuda' cannot run here: {reason}"):
-            triangular.kernels_take("cuda", x, heads=2)
-    assert not triangular.kernels_take("dense", x, heads=2)
+            triangular.uses_kernels("cuda", x, heads=2)
+    assert not triangular.uses_kernels("dense", x, heads=2)
 
 
 @pytest.mark.skipif(not keyed.HAS_TRITON, reason="no Triton here")
@@ -64,7 +64,7 @@ def test_keyed_mixing_takes_its_kernels_or_says_what_they_take(
     dtype = changes.get("dtype", torch.float16)
     key_size = changes.get("key_size", 64)
     context = changes.get("context", 512)
-    assert keyed.kernels_serve(gpu(capability), dtype, key_size, 64, context, True) == serve
+    assert keyed.uses_kernels(gpu(capability), dtype, key_size, 64, context, True) == serve
     message = f"for {dtype}, keys of {key_size} and values of 64"
     assert (message in caplog.text) == (not serve)
 
@@ -97,7 +97,7 @@ def wrong_by(monkeypatch):
         return device
 
     yield pretend
-    cuda.device_reason.cache_clear()
+    cuda.fault.cache_clear()
     keyed.fault.cache_clear()
 
 
@@ -113,10 +113,10 @@ def wrong_by(monkeypatch):
 def test_kernels_that_fail_or_are_wrong_on_a_gpu_are_not_used_there(wrong_by, factor, said):
     """Whatever the modes of the call that comes first."""
     device = wrong_by(factor)
-    cuda.device_reason.cache_clear()
+    cuda.fault.cache_clear()
     keyed.fault.cache_clear()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        reason = cuda.device_reason(0)
+        reason = cuda.fault(0)
         fault = keyed.fault(device, torch.float16, 16, 16, True)
     for problem in (reason, fault):
         assert problem is None if said is None else said in problem

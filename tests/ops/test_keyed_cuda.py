@@ -24,7 +24,7 @@ def test_random_cases_are_right(seed):
     device = torch.device("cuda", 0)
     sizes = (case.key, case.value, case.context)
     for by_lag in (True, False):
-        assert keyed.kernels_serve(device, case.dtype, *sizes, by_lag)
+        assert keyed.uses_kernels(device, case.dtype, *sizes, by_lag)
     check(case, "cuda")
 
 

@@ -91,7 +91,7 @@ def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)
     assert not kernel
-    monkeypatch.setattr(triangular, "kernel_serves", lambda *arguments: True)
+    monkeypatch.setattr(triangular, "row_uses_kernel", lambda *arguments: True)
     assert torch.equal(generate(model, ids, **settings), expected)
     # the first of the 4 tokens comes from the prompt
     assert len(kernel) == 3 * 2 * len(model.model.layers)

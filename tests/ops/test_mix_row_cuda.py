@@ -21,7 +21,7 @@ SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 16), (1,
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    reason = cuda.device_reason(0)
+    reason = cuda.fault(0)
     assert reason is None, reason
 
 
@@ -39,7 +39,7 @@ def test_as_near_to_fp64_as_the_type_allows(shape, dtype, weight_dtype, length):
     arguments = on_gpu(
         case(*shape, length, dtype, weight_dtype, ragged=length % 2 == 0 or shape[0] == 3)
     )
-    assert triangular.kernel_serves(*arguments, "auto")
+    assert triangular.row_uses_kernel(*arguments, "auto")
     expected, written = exact(*arguments)
     y = mix_row(*arguments)
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)

@@ -77,7 +77,7 @@ def kernels():
     """A failed build fails here, with its message, instead of letting other backends pass for the
     kernels.
     """
-    reason = cuda.device_reason(0)
+    reason = cuda.fault(0)
     assert reason is None, reason
 
 

@@ -11,7 +11,7 @@ from markdown import rows, tables
 from matplotlib.figure import Figure
 from pictures import assert_png
 
-from mixer.commands import curves, doctor, eval, inspect, train
+from mixer.commands import compare, convert, curves, doctor, eval, inspect, train
 from mixer.common.errors import UserError
 from mixer.comparison import report as comparison_report
 from mixer.evaluation.config import EvalOptions
@@ -251,18 +251,19 @@ def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path, capsys):
     assert f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} lines, no JSON object" in said
 
 
-def test_what_commands_print_and_report_fits_into_100_columns(
+def test_what_commands_print_fits_into_the_terminal_and_reports_into_100_columns(
     finished, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setenv("COLUMNS", "80")  # of the terminal
     checkpoint = ["--checkpoint", str(finished / "step-12")]
     eval.main([*checkpoint, "--stride", "9", "--device", "cpu"])
     inspect.main(checkpoint)
-    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
-    for command in (train.main, lambda: doctor.main([])):
+    for command in (train.main, compare.main, convert.main, lambda _: doctor.main([])):
         with pytest.raises(SystemExit):
-            command()
-    said = capsys.readouterr().out
+            command(["--help"])
+    printed = capsys.readouterr().out.replace(str(tmp_path), "")
+    assert [line for line in printed.splitlines() if len(line) > 80] == []
     (written,) = finished.glob("eval-step-12*/report.md")
-    said += written.read_text() + (finished / "inspect-step-12/index.md").read_text()
-    said = said.replace(str(tmp_path), "")
-    assert [line for line in said.splitlines() if len(line) > WIDTH] == []
+    reports = written.read_text() + (finished / "inspect-step-12/index.md").read_text()
+    lengths = [len(line) for line in reports.replace(str(tmp_path), "").splitlines()]
+    assert 80 < max(lengths) <= WIDTH

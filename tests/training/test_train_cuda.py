@@ -225,7 +225,7 @@ def kernels_of_older_gpus() -> None:
     from mixer.ops import cuda
 
     capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
-    cuda.device_reason(0)  # by the GPU's own
+    cuda.fault(0)  # by the GPU's own
     cuda.device_facts = lambda index: (capability, facts[1])
 
 

@@ -104,7 +104,7 @@ class MixerOptions:
     )
     mixing_backend: str = option(
         "auto",
-        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run",
+        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run, else dense",
         choices=BACKENDS,
     )
 
