@@ -66,9 +66,10 @@ def measure(options: argparse.Namespace) -> dict:
             for batch in options.batches
             if cache != "uncached" and (name, cache, batch) not in measured
         ]
-        if left:
-            model, _ = load_checkpoint(as_path(run["checkpoint"]), torch.device("cpu"))
-            model = ready(model, options.device)
+        if not left:
+            continue
+        model, _ = load_checkpoint(as_path(run["checkpoint"]), torch.device("cpu"))
+        model = ready(model, options.device)
         for cache, batch in left:
             began = time.perf_counter()
             row = {"model": name, "cache": cache, "batch": batch, "new": options.new}

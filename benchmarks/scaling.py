@@ -353,6 +353,7 @@ def draw(kinds: Kinds, output: Path) -> None:
     best = {name: optima(cells) for name, cells in kinds.items()}
     laws = laws_of(best, COMPUTE["FLOPs"])
     names = []
+    most_flops = max(cell.flops for cells in kinds.values() for cell in cells)
     lowest = min(min(cell.losses) for cells in kinds.values() for cell in cells)
     highest = max(max(cell.losses) for cells in kinds.values() for cell in cells)
     xlabel = "training compute (1e15 useful FLOPs)"
@@ -365,7 +366,7 @@ def draw(kinds: Kinds, output: Path) -> None:
             log_flops = np.linspace(best[name][0].log_flops, best[name][-1].log_flops, 50)
             losses = np.exp([*map(laws[name].log_loss, log_flops)])
             axes.plot(np.exp(log_flops) / PFLOP, losses, color=colour)
-            names.append((np.exp(log_flops[-1]) / PFLOP, losses[-1], name, colour))
+            names.append((most_flops / PFLOP, losses[-1], name, colour))
         log_axis(axes.xaxis, base=10, factors=(1, 2, 5))
         step = 0.1 if highest - lowest < 2 else 1.0
         ticks = np.arange(math.floor(lowest / step), math.ceil(highest / step) + 1) * step
