@@ -12,7 +12,7 @@ a document follow each other, so that data.validation_documents holds out docume
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mixer.common.errors import run_command
@@ -32,14 +32,22 @@ def main() -> None:
     options = parser.parse_args()
     folder = as_path(options.folder)
     queries = queries_of_documents(folder, options.split) if options.split else {}
+    pairs = (
+        {"query": query, "document": document}
+        for entry in read_entries(folder / "corpus.jsonl")
+        for query, document in pairs_of(entry, queries.get(entry.id, []))
+    )
+    print(f"{write_rows(as_path(options.output), pairs):,} pairs are in {options.output}")
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> int:
+    """Writes a .jsonl, and returns the number of its lines."""
     count = 0
-    with whole_file(as_path(options.output)) as stage, open(stage, "w", encoding="utf-8") as file:
-        for entry in read_entries(folder / "corpus.jsonl"):
-            for query, document in pairs_of(entry, queries.get(entry.id, [])):
-                pair = {"query": query, "document": document}
-                file.write(json.dumps(pair, ensure_ascii=False) + "\n")
-                count += 1
-    print(f"{count:,} pairs are in {options.output}")
+    with whole_file(path) as stage, open(stage, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
 
 
 def queries_of_documents(folder: Path, split: str) -> dict[str, list[str]]:

@@ -1,13 +1,14 @@
 """What BM25 finds of a collection in BEIR's layout: the row that models are compared with.
 
     pip install -c constraints.txt -e ".[bench]"
-    python benchmarks/bm25.py FOLDER --output PATH [--split test]
+    python benchmarks/bm25.py FOLDER --output PATH [--split test] [--identifiers]
 
 Documents and queries are words without English stop words, stemmed (Snowball), and scored as Lucene
-does, with the defaults of bm25s. A document without a word of the query is not found. Writes
-PATH.json and PATH.md.
+does, with the defaults of bm25s. With --identifiers, names of code such as read_csv and readCsv are
+two words each. A document without a word of the query is not found. Writes PATH.json and PATH.md.
 """
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from mixer.common.errors import run_command
 from mixer.common.files import as_path
 from mixer.evaluation.beir import Collection, measures, ranked, read_collection
 
+PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\dA-Za-z_]+|\d+")  # of an identifier
+
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="corpus.jsonl, queries.jsonl and qrels")
     parser.add_argument("--split", default="test", help="of the qrels")
+    parser.add_argument("--identifiers", action="store_true", help="split names into their words")
     options = parser.parse_args()
     folder = as_path(options.folder)
     collection = read_collection(folder, options.split)
@@ -31,20 +35,24 @@ def main() -> None:
         "queries": len(collection.queries),
         "documents": len(collection.document_ids),
     }
-    result |= measures(rankings_of(collection), collection.relevance)
+    result |= measures(rankings_of(collection, options.identifiers), collection.relevance)
     text = table(result)
     save(result, text, options.output)
     print(text)
 
 
-def rankings_of(collection: Collection) -> dict[str, list[str]]:
-    """By query, the ids of the documents with the highest scores, the best first."""
+def rankings_of(collection: Collection, identifiers: bool = False) -> dict[str, list[str]]:
+    """By query, the ids of the documents with the highest scores, the best first. identifiers:
+    whether to split names into their words.
+    """
     import bm25s
     import Stemmer
 
     stemmer = Stemmer.Stemmer("english")
 
     def words_of(texts: list[str]) -> list[list[str]]:
+        if identifiers:
+            texts = [" ".join(PART.findall(text)) for text in texts]
         return bm25s.tokenize(
             texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False
         )
@@ -55,9 +63,11 @@ def rankings_of(collection: Collection) -> dict[str, list[str]]:
     for query, words in zip(
         collection.queries, words_of(list(collection.queries.values())), strict=True
     ):
-        scores = zip(collection.document_ids, index.get_scores(words).tolist(), strict=True)
+        # bm25s takes no query without words.
+        scores = index.get_scores(words).tolist() if words else [0.0] * len(collection.document_ids)
+        by_document = zip(collection.document_ids, scores, strict=True)
         # As in BEIR, without the document with the query's own id.
-        rankings[query] = ranked({name: s for name, s in scores if s > 0 and name != query})
+        rankings[query] = ranked({name: s for name, s in by_document if s > 0 and name != query})
     return rankings
 
 

@@ -90,12 +90,14 @@ def models(options: argparse.Namespace) -> dict[str, PreTrainedModel]:
         num_attention_heads=max(options.hidden // 64, 1),
     )
     built["Llama"] = LlamaForCausalLM(llama)
-    for model in built.values():
-        # Every call writes as many tokens as it is asked for.
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-        model.to(options.device, torch.bfloat16).eval()
-    return built
+    return {name: ready(model, options.device) for name, model in built.items()}
+
+
+def ready(model: PreTrainedModel, device: str) -> PreTrainedModel:
+    """The model in bfloat16; every call of generate writes as many tokens as it is asked for."""
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.to(torch.device(device), torch.bfloat16).eval()
 
 
 def build_mixer(options: argparse.Namespace, mixing_weight: str) -> MaskedMixerForCausalLM:
@@ -160,7 +162,8 @@ def time_generate(
     """Seconds of whole calls, milliseconds of a token after the first, and the memory of a step
     after a short prompt and after the whole one; nothing where memory is too little.
     """
-    ids = torch.randint(1, options.vocabulary, (batch, options.prompt), device=options.device)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(1, vocabulary, (batch, options.prompt), device=options.device)
     generate = functools.partial(model.generate, do_sample=False, **cache_options)
 
     def seconds(tokens: int) -> float:

@@ -5,6 +5,7 @@ logits, or between full mixing weights and weights by lag.
 import sys
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from mixer.checkpoints import pretrained
@@ -48,6 +49,8 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     """
     model = pretrained.load_masked_mixer(source)
     config_values = model.config.to_dict() | {"mixing_weight": form, "mixing_decay": False}
+    if form == "full":
+        config_values["mixing_window"] = 0  # which is of lags; what lies beyond is zero
     if model.config.mixer_key_size:
         config_values["mixing_init"] = "shift"  # where the lags of keyed mixing count from
     config = type(model.config).from_dict(config_values)
@@ -59,6 +62,8 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
             assert isinstance(converted_conv, TriangularConv)
             weight = conv.mixing_weight().detach().tril()
             converted_conv.set_mixing_weight(weight)
+            if conv.bias is None and converted_conv.bias is not None:
+                torch.nn.init.zeros_(converted_conv.bias)
             change = converted_conv.mixing_weight().detach().tril() - weight
             changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
     has_tokenizer = (source / "tokenizer_config.json").exists()

@@ -7,10 +7,10 @@ A plan has `common`, the options of all runs by section.key, and either
 - `kinds`: for each kind of model its sizes, and for each size the options that differ. Each model
   trains for a few steps, which measures its speed; at each of `rates`, for `sweep_share` of the
   steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
-  lower one. Then the best size of a kind trains for each of `seconds_of_best`, again at its rate
-  and at the next lower one. Without `rates` each model keeps its own. `pretraining` has the
-  options of a run that comes first, for as many seconds, at each model's own rate; all others
-  start from its weights.
+  lower one. A size may have several such times of its own, `seconds: [20, 60]`. Then the best size
+  of a kind trains for each of `seconds_of_best`, again at its rate and at the next lower one.
+  Without `rates` each model keeps its own. `pretraining` has the options of a run that comes
+  first, for `seconds`, at each model's own rate; all others start from its weights.
 
 With `keep_checkpoints` the results' folder keeps the checkpoints of `runs`, or of the longer runs.
 Each of `seeds` repeats the runs of `runs`, or the longer runs at the better of their rates, with
@@ -36,7 +36,7 @@ from mixer.training.config import RunConfig, flatten, load_config
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that stop a run, which is saved
 EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 OPTIONS = {str: object}  # of runs, by section.key; load_config checks them
-ENTRY_SHAPE = {"recipe": str} | OPTIONS
+ENTRY_SHAPE = {"recipe": str, "seconds": [float]} | OPTIONS
 PLAN_SHAPE = {
     "common": OPTIONS,
     "recipe": str,
@@ -61,6 +61,7 @@ class Run:
     name: str
     settings: dict  # by section.key
     identity: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
+    budgets: tuple[float, ...] = ()  # of a model: the seconds of its longer runs
     keeps_checkpoint: bool = False  # for other runs to start from, or to be evaluated
 
     @property
@@ -129,15 +130,14 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
         Run(name, settings(entry), keeps_checkpoint=plan.get("keep_checkpoints", False))
         for name, entry in plan.get("runs", {}).items()
     ]
-    models = [
-        Run(
-            name=f"{kind_name} {size}".strip(),
-            settings=settings(entry),
-            identity={"kind": kind_name, "size": str(size)},
-        )
-        for kind_name, sizes in kinds.items()
-        for size, entry in sizes.items()
-    ]
+    models = []
+    for kind_name, sizes in kinds.items():
+        for size, entry in sizes.items():
+            options = dict(entry or {})
+            budgets = tuple(options.pop("seconds", [plan["seconds"]]))
+            identity = {"kind": kind_name, "size": str(size)}
+            name = f"{kind_name} {size}".strip()
+            models.append(Run(name, settings(options), identity, budgets))
     names = {run.name for run in [*runs, *models]} | {*kinds}
     if unknown := sorted({*only} - names):
         allowed = shlex.join(sorted(names))
@@ -177,11 +177,12 @@ def check_plan(plan: dict) -> None:
     ):
         allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`; optionally `rates` and"
         raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
+    numbers = [plan.get("seconds", 1), *plan.get("rates", []), *plan.get("seconds_of_best", [])]
     for entries in (runs, *kinds.values()):
         for name, entry in entries.items():
             if problem := shape_problem(entry or {}, ENTRY_SHAPE, f"the plan's {name}"):
                 raise UserError(problem)
-    numbers = [plan.get("seconds", 1), *plan.get("rates", []), *plan.get("seconds_of_best", [])]
+            numbers += (entry or {}).get("seconds", [])
     if wrong := [number for number in numbers if number <= 0]:
         raise UserError(f"the plan has {wrong[0]} as a time or a rate; allowed: above 0")
     if not 0 < plan.get("sweep_share", 0.5) < 1:
@@ -294,10 +295,14 @@ def first_of(plan: dict, model: Run) -> Run:
 
 
 def runs_of_model(plan: dict, model: Run) -> Job:
-    """A run that measures the speed, those of all rates, and the longer ones."""
+    """A run that measures the speed; for each budget those of all rates, and the longer ones."""
     model = yield from pretrained(plan, model)
+    for budget in model.budgets:
+        yield from runs_of_budget(plan, model, budget)
+
+
+def runs_of_budget(plan: dict, model: Run, seconds: float) -> Job:
     rates = plan.get("rates")
-    seconds = plan["seconds"]
     lowest = min(rates or [model.rate])
     speed = yield model.timed(0, lowest, model.measuring_steps)
     shorter = [speed]

@@ -114,9 +114,8 @@ def runs_sections(result: dict, width: int) -> list[str]:
 
 def kinds_sections(result: dict, width: int) -> list[str]:
     """The runs that follow a sweep and pretraining, by time and the best first; then the sweep."""
-    plan = result["plan"]
     runs = result["runs"]
-    sweep_budget = plan["sweep_share"] * plan["seconds"] if plan.get("rates") else 0
+    swept = sweep_budgets(result["plan"])
     rows = [row for row in runs.values() if row["budget"] and "seed" not in row]
     rows = [row for row in rows if not row["kind"].endswith("pretraining")]
     rows.sort(key=lambda row: (row["budget"], row.get("validation_loss", math.inf)))
@@ -124,10 +123,10 @@ def kinds_sections(result: dict, width: int) -> list[str]:
     sweep = []
     for row in rows:
         row_cells = {"model": f"{row['kind']} {row['size']}".strip()} | cells(row)
-        if row["budget"] > sweep_budget:
-            longer.append(row_cells)
-        else:
+        if row["budget"] in swept:
             sweep.append({title: row_cells[title] for title in SWEEP_COLUMNS})
+        else:
+            longer.append(row_cells)
     sweep.sort(key=lambda row: row["model"])
     notes = "No run reads its text more than four times."
     if sweep:
@@ -141,6 +140,15 @@ def kinds_sections(result: dict, width: int) -> list[str]:
         *section("## Learning rates", sweep, width),
         wrapped(notes, width),
     ]
+
+
+def sweep_budgets(plan: dict) -> set[float]:
+    """The seconds of the runs that choose a rate."""
+    if not plan.get("rates"):
+        return set()
+    entries = [entry or {} for sizes in plan["kinds"].values() for entry in sizes.values()]
+    budgets = [budget for entry in entries for budget in entry.get("seconds", [plan["seconds"]])]
+    return {plan["sweep_share"] * budget for budget in budgets}
 
 
 def cells(row: dict) -> dict[str, str]:
@@ -210,8 +218,9 @@ def draw(result: dict, output: Path) -> bool:
     """Whether it drew losses by training time: not of retrieval, nor of more runs than colours."""
     runs = result["runs"]
     kinds = result["plan"].get("kinds")
-    if kinds:  # without the sweep
-        runs = {n: row for n, row in runs.items() if row["budget"] >= result["plan"]["seconds"]}
+    if kinds:
+        swept = sweep_budgets(result["plan"])
+        runs = {n: row for n, row in runs.items() if row["budget"] not in swept}
     if has_ranks(runs.values()):
         return False
     with_curve = {n: row for n, row in runs.items() if "loss" in row and "seed" not in row}

@@ -6,11 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from mixer.common.errors import NotFinite, UserError
+from mixer.common.errors import NotFinite, UserError, say_on_stderr
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import SIGNALS, Run
 from mixer.data.config import Manifest
-from mixer.reporting.text import read_metrics
+from mixer.reporting.text import METRICS, readable_lines
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.passes import useful_flops
@@ -45,8 +45,8 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     else:
         for number in SIGNALS:  # what is left takes seconds
             signal.signal(number, signal.SIG_IGN)
-        lines = read_metrics(config.directory)
-        if lines[-1]["step"] < config.train.steps:
+        lines = [line for _, line in readable_lines(config.directory / METRICS, say_on_stderr)]
+        if not lines or lines[-1]["step"] < config.train.steps:
             return None
         row |= measured(lines, data.manifest, is_speed=run.identity.get("budget") == 0)
         row["parameters"] = model.num_parameters()

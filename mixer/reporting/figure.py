@@ -108,19 +108,18 @@ def write_names(axes, names: list[tuple[float, float, str, str]]) -> None:
     most LONGEST_NAME characters.
     """
     axes.figure.draw_without_rendering()  # settles the limits
-    low, high = axes.get_ylim()
-    height = axes.get_window_extent().height / axes.figure.dpi * 72  # points
-    line = 1.2 * 10 * (high - low) / height  # of the text, in units of y
+    pixels = axes.figure.dpi / 72  # of a point
+    line = 1.2 * 10 * pixels  # of the text
     top = -math.inf  # of the names so far
-    for x, y, name, colour in sorted(names, key=lambda entry: entry[1]):
+    heights = [axes.transData.transform((x, y))[1] for x, y, *_ in names]
+    for height, (x, y, name, colour) in sorted(zip(heights, names, strict=True)):
         wrapped = textwrap.wrap(name, LONGEST_NAME)
-        text_y = max(y, top + line * len(wrapped) / 2)
-        top = text_y + line * len(wrapped) / 2
-        offset = (8, (text_y - y) * height / (high - low))
+        text_height = max(height, top + line * len(wrapped) / 2)
+        top = text_height + line * len(wrapped) / 2
         axes.annotate(
             "\n".join(wrapped),
             (x, y),
-            xytext=offset,
+            xytext=(8, (text_height - height) / pixels),
             textcoords="offset points",
             color=colour,
             fontsize=10,

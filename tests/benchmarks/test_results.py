@@ -9,6 +9,8 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # How results are named, and what makes their report of them, but for those of plans.
 REPORTS = {
+    "families_generation": "families",
+    "functions_bm25": "bm25",
     "generation": "generation",
     "keyed_mixing": "keyed_mixing",
     "scifact_bm25": "bm25",

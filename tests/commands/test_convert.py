@@ -58,7 +58,9 @@ def test_a_tied_weight_that_was_saved_once_is_found(tmp_path, kept):
     torch.testing.assert_close(model(tokens()).logits, reference(tokens()), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lags", "keyed-lags", "keyed-parts"])
+@pytest.mark.parametrize(
+    "kind", ["lags", "window", "keyed-lags", "keyed-parts", "keyed-attention-in-mlp"]
+)
 def test_a_model_by_lag_becomes_full_and_lags_again_without_a_change(kind, tmp_path, capsys):
     model = lively_model(**MIXINGS[kind])
     for conv in model.modules():

@@ -404,6 +404,8 @@ def test_an_incomplete_plan_is_refused(plan):
         ({"kinds": {"a": {512: {"recipe": 3}}}}, "the plan's 512.recipe = 3; allowed: text"),
         ({"seconds": "x"}, "the plan.seconds = 'x'; allowed: a finite number"),
         ({"seconds": -1}, "the plan has -1 as a time or a rate; allowed: above 0"),
+        ({"kinds": {"a": {512: {"seconds": 20}}}}, "the plan's 512.seconds = 20; allowed: a list"),
+        ({"kinds": {"a": {512: {"seconds": [9, 0]}}}}, "the plan has 0 as a time or a rate;"),
         ({"seconds_of_best": [0]}, "the plan has 0 as a time or a rate; allowed: above 0"),
         ({"rates": [1e-3], "sweep_share": 2}, "the plan.sweep_share = 2; allowed: above 0, below"),
         ({"seeds": ["x"]}, r"the plan.seeds\[0\] = 'x'; allowed: a whole number"),

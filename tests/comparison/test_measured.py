@@ -2,7 +2,9 @@
 
 import pytest
 
-from mixer.comparison.training import measured
+from mixer.comparison import training
+from mixer.comparison.plan import Run
+from mixer.comparison.training import measured, train_run
 from mixer.data.config import Manifest, SplitManifest
 
 
@@ -20,3 +22,16 @@ def test_speed_and_time_are_those_of_the_median_step_and_the_first_steps_do_not_
     assert row["passes"] == 1.0 and row["validation_loss"] == 1.5
     fastest = measured(lines, manifest, is_speed=True)
     assert fastest["tokens_per_second"] == pytest.approx(100 / 0.2)
+
+
+def test_a_run_that_a_signal_stops_before_its_first_line_of_metrics_goes_on(
+    small_run, tmp_path, monkeypatch
+):
+    def stopped(config):
+        config.directory.mkdir()
+        (config.directory / "metrics.jsonl").touch()
+
+    monkeypatch.setattr(training, "train", stopped)
+    settings = {f"data.{key}": value for key, value in small_run["data"].items()}
+    assert train_run(Run("cut", settings), tmp_path, None) is None
+    assert (tmp_path / "cut/metrics.jsonl").exists()
