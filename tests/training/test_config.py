@@ -104,13 +104,13 @@ def test_an_option_that_is_text_takes_its_value_as_it_is_and_reads_back_the_same
 
 @pytest.mark.parametrize("name", ["configs/v10.yaml", "demo.yaml"])
 def test_a_missing_file_names_those_that_exist(name):
-    said = f"no configuration file {name}; there are: configs/comparison.yaml, configs/demo.yaml"
+    said = f"no configuration file {name}; there are: configs/attention.yaml, configs/"
     with pytest.raises(UserError, match=said):
         load_config(name, [])
 
 
 def test_a_configuration_that_is_not_named_as_one_is_pointed_to(monkeypatch):
-    with pytest.raises(UserError, match="configs is a folder; there are: configs/comparison"):
+    with pytest.raises(UserError, match="configs is a folder; there are: configs/attention"):
         load_config("configs", [])
     with pytest.raises(UserError, match="did you mean --config configs/demo.yaml"):
         load_config(None, ["configs/demo.yaml"])
