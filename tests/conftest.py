@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """What is imported stays: each training asks for several collections, which would look through
-    all of it, for a third of a second.
+    all of it, for a quarter of a second.
     """
     gc.collect()
     gc.freeze()
