@@ -1,8 +1,10 @@
-"""The table of a checkpoint's mixing matrices."""
+"""The table and the pictures of a checkpoint's mixing matrices."""
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.image import imread
 
-from mixer.evaluation.matrices import measures
+from mixer.evaluation.matrices import measures, plot_layer
 
 
 def test_each_column_measures_what_it_says():
@@ -18,3 +20,15 @@ def test_each_column_measures_what_it_says():
             "effective context, last row": 2,
         }
     ]
+
+
+def test_a_heat_map_shows_positive_weights_red_negative_ones_blue_and_zeros_white(tmp_path):
+    matrix = np.zeros((3, 3))
+    matrix[1:, 0] = (1, -1)  # of six weights that are shown
+    plot_layer(1, {"W": matrix}, tmp_path / "layer.png")
+    pixels = imread(tmp_path / "layer.png")[..., :3]
+    shares = [
+        np.isclose(pixels, colormaps["RdBu_r"](value)[:3], atol=0.01).all(-1).mean()
+        for value in (1.0, 0.0, 0.5)
+    ]
+    assert shares[0] > 0.05 and shares[1] > 0.05 and shares[2] > 3 * shares[0], shares

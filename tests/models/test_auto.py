@@ -230,6 +230,7 @@ def test_types_of_flash_linear_attention_are_known_where_it_is_installed(monkeyp
         ("lfm2", {"hidden_size": "x"}, "lfm2 refuses it: .*'hidden_size'"),
         ("mamba2", {"num_heads": 3}, "mamba2 refuses it: .*must equal num_heads"),
         ("lfm2", {"layer_types": ["conv"]}, "lfm2 "),
+        ("gpt2", {"n_head": 3}, "gpt2 cannot be built: .*divisible by num_heads"),
         ("bert", {}, "this bert sees later tokens, as an encoder does; allowed: a causal model"),
     ],
 )

@@ -18,7 +18,7 @@ from mixer.evaluation.config import EvalOptions
 from mixer.evaluation.evaluate import evaluate_checkpoint, evaluation_report
 from mixer.reporting.curves import compare_runs, plot_training, smooth
 from mixer.reporting.figure import plot_loss_by_position
-from mixer.reporting.text import WIDTH, read_metrics
+from mixer.reporting.text import WIDTH, format_number, read_metrics
 
 STEPS = list(range(1, 41))
 AUTHOR = Path(__file__).parents[2] / "benchmarks/published.yaml"
@@ -205,6 +205,11 @@ def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, 
         key = "validation_bits_per_byte" if differs else "validation_loss"
         assert ends == [line[key] for line in measured]
         assert ("bits per byte" in drawn[-1].axes[0].get_ylabel()) == differs
+
+
+def test_a_cell_has_four_decimals_where_a_number_is_neither_large_nor_tiny():
+    shown = [format_number(value) for value in (0.25, -0.00123, 1.5, 0.000123, 12345.6, 7, 2e9)]
+    assert shown == ["0.2500", "-0.0012", "1.5000", "0.0001", "12,346", "7", "2.000e+09"]
 
 
 def test_a_quantity_has_the_same_form_in_every_report(finished, tmp_path):
