@@ -81,11 +81,13 @@ def triangular_conv(
 
 def _check_types(x, weight, lags, bias, residual) -> None:
     optional = {"weight": weight, "lags": lags, "bias": bias, "residual": residual}
-    arguments = {"x": x}
-    arguments |= {name: value for name, value in optional.items() if value is not None}
+    arguments = [
+        ("x", x),
+        *((name, value) for name, value in optional.items() if value is not None),
+    ]
     wrong = [
         f"{name} {type(value).__name__}"
-        for name, value in arguments.items()
+        for name, value in arguments
         if not isinstance(value, Tensor)
     ]
     if wrong:
@@ -148,8 +150,12 @@ def require(
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     tensors = {name: tensor for name, tensor in arguments.items() if tensor is not None}
-    broken = next((rule for rule, holds in rules if not holds), None)
-    if broken is None and on_one_device(*tensors.values()):
+    broken = ""
+    for rule, holds in rules:
+        if not holds:
+            broken = rule
+            break
+    if not broken and on_one_device(*tensors.values()):
         return
     described = ", ".join(
         f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
