@@ -46,7 +46,7 @@ def written_late() -> None:
     CheckpointWriter._write = write
 
 
-def test_a_checkpoint_holds_the_state_of_its_step_however_late_it_is_written(
+def test_an_fsdp_checkpoint_holds_the_state_of_its_step_however_late_it_is_written(
     write_config, launch, tmp_path
 ):
     options = {"processes": 2, "environment": FSDP}
