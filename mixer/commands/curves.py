@@ -1,8 +1,11 @@
 """Plot the losses of runs.
 
-mixer curves runs/demo                  # draws runs/demo/training.png
-mixer curves runs/one runs/two          # losses by training time, and a table
-mixer curves runs/author-toeplitz --published benchmarks/published.yaml
+    mixer curves runs/demo
+    mixer curves runs/one runs/two --output both.png
+    mixer curves runs/author-toeplitz --published benchmarks/published.yaml
+
+The first line draws runs/demo/training.png. Several runs are compared by training time, with a
+table.
 """
 
 from mixer.common.errors import UserError, command_parser, run_command

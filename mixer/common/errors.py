@@ -34,9 +34,11 @@ def command_parser(
     """The parser of a command, by how it is called. The paragraphs of the description are fitted to
     the terminal, but for those with indented lines, as of examples.
     """
-    width = shutil.get_terminal_size().columns - 2  # as argparse does
+    width = max(11, shutil.get_terminal_size().columns - 2)  # as argparse has it
     paragraphs = [
-        paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, width)
+        paragraph
+        if "\n " in f"\n{paragraph}"
+        else textwrap.fill(paragraph, width, break_on_hyphens=False)
         for paragraph in (description or "").strip().split("\n\n")
     ]
     return argparse.ArgumentParser(

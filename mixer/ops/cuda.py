@@ -144,6 +144,11 @@ def refuse_second_derivatives(operator: str) -> None:
         )
 
 
+def no_derivatives(ctx, *gradients: Tensor) -> None:
+    """The autograd formula of operators that compute gradients."""
+    raise NotImplementedError("second derivatives need backend 'dense'")
+
+
 torch.library.register_autograd("mixer::triangular_conv", _backward, setup_context=_setup_context)
 
 
@@ -213,6 +218,7 @@ def _backward_short(ctx, dy):
 
 
 torch.library.register_autograd("mixer::short_conv", _backward_short, setup_context=_setup_short)
+torch.library.register_autograd("mixer::short_conv_gradients", no_derivatives)
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -303,6 +309,10 @@ def empty_gradients(dy, x, context, heads, with_bias, window=0):
     weight_shape = (heads, window) if window else (heads, context, context)
     bias_shape = (heads, context) if with_bias else (0,)
     return x.new_empty(weight_shape, dtype=sum_dtype), x.new_empty(bias_shape, dtype=sum_dtype)
+
+
+for gradient_operator in ("triangular_conv_grad_input", "triangular_conv_grad_weight"):
+    torch.library.register_autograd(f"mixer::{gradient_operator}", no_derivatives)
 
 
 # ------------------------------------------------------------------------- the arguments

@@ -34,6 +34,8 @@ def function(x):
         pass
 
 assert torch.equal(function(x.detach()), x)
+for size in range(1, 12):
+    function(torch.randn(size, dtype=torch.float64))
 print(*counters["graph_break"])
 """
 
@@ -43,3 +45,4 @@ def test_a_first_call_imports_no_compiler_and_no_compiler_looks_into_it_later():
     assert done.returncode == 0, done.stderr
     assert "gives this function up" in done.stdout
     assert "CFunctionType" not in done.stdout  # memmove, in whose place a kernel's call stands
+    assert "recompile_limit" not in done.stderr

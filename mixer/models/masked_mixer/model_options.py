@@ -147,6 +147,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
     keyed_in_all = keyed_blocks(options) == list(blocks)
     recurrent = form in RECURRENT
     shift = options.mixing_init == "shift"
+    keyed = ["mixer_keyed_every" if listed is None else "mixer_keyed_blocks"]
     of_keys = [name for name in OF_KEYS if getattr(options, name) != getattr(MixerOptions, name)]
     # Whether a model breaks a rule, the options that it is about, and what is allowed of them.
     rules = [
@@ -172,7 +173,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
         ),
         (
             gate and keyed_in_all,
-            ["mixer_gate", "mixer_key_size", "mixer_keyed_every"],
+            ["mixer_gate", "mixer_key_size", *keyed],
             "mixer_keyed_every above 1, or some of the blocks in mixer_keyed_blocks",
         ),
         (
@@ -228,7 +229,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
         ),
         (
             options.mixing_in_mlp and keyed_in_all,
-            ["mixing_in_mlp", "mixer_key_size", "mixer_keyed_every"],
+            ["mixing_in_mlp", "mixer_key_size", *keyed],
             "mixing in the MLP of blocks without keys",
         ),
         (
@@ -243,7 +244,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
         ),
         (
             window and keyed_in_all,
-            ["mixing_window", "mixer_key_size", "mixer_keyed_every"],
+            ["mixing_window", "mixer_key_size", *keyed],
             "a window with blocks without keys",
         ),
         (
