@@ -18,7 +18,8 @@ from mixer.common.errors import run_command
 from mixer.common.files import as_path
 from mixer.evaluation.beir import Collection, measures, ranked, read_collection
 
-PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\dA-Za-z_]+|\d+")  # of an identifier
+# Of an identifier: capitals, a capitalized or small word, a word with other letters, a number.
+PART = re.compile(r"[A-Z]+(?![^\W\d_A-Z])|[A-Z]?[^\W\d_A-Z]+|\d+")
 
 
 def main() -> None:

@@ -56,6 +56,8 @@ def measure(options: argparse.Namespace) -> dict:
         earlier = read_json(output, "give another --output", required={"generate": [dict]})
         if earlier.get("settings") != settings:
             raise UserError(f"{output} has other settings: give those, or another --output")
+        if earlier.get("commit") != result["commit"]:
+            raise UserError(f"{output} was measured at another commit; give another --output")
         result["generate"] = earlier["generate"]
     result["runs"] = runs
     measured = {(row["model"], row["cache"], row["batch"]) for row in result["generate"]}
@@ -75,11 +77,12 @@ def measure(options: argparse.Namespace) -> dict:
             row = {"model": name, "cache": cache, "batch": batch, "new": options.new}
             try:
                 row |= time_generate(model, batch, options.new, CACHES[cache], options)
-            except RuntimeError as error:  # of the compiler, which takes static caches
+            except (RuntimeError, ValueError) as error:  # of the compiler, of a static cache
                 row["failure"] = first_line(error)
             print(f"{name}, {cache}, {batch}: {time.perf_counter() - began:.1f} s", flush=True)
             result["generate"].append(row)
             save(result, table(result), options.output)
+    save(result, table(result), options.output)  # with the losses of runs that are new
     return result
 
 

@@ -128,7 +128,9 @@ def functions_of(file: Path, name: str, package: str) -> list[Function]:
     functions = []
     lines = text.split("\n")
     for node in definitions(tree):
-        docstring = ast.get_docstring(node) or ""
+        # One that shares a line with the name could not be left out.
+        shares_line = node.body[0].lineno == node.lineno
+        docstring = "" if shares_line else ast.get_docstring(node) or ""
         query = " ".join(re.split(r"\n\s*\n", docstring)[0].split())
         code = code_of(node, lines)
         if len(query.split()) >= LEAST_WORDS and code.count("\n") + 1 >= LEAST_LINES:
@@ -150,7 +152,9 @@ def code_of(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) 
     left_out = set()
     for node in ast.walk(function):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(node) is not None:
-            left_out |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+            docstring = node.body[0]
+            first_line = max(docstring.lineno, node.lineno + 1)  # `def f(): "..."` is one line
+            left_out |= {*range(first_line, (docstring.end_lineno or 0) + 1)}
     first = min(node.lineno for node in (function, *function.decorator_list))
     numbers = range(first, (function.end_lineno or 0) + 1)
     code = [lines[n - 1].rstrip() for n in numbers if n not in left_out and lines[n - 1].strip()]

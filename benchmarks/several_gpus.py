@@ -364,8 +364,12 @@ def large(bench: Bench) -> dict:
 
         bench.until(is_at_the_kill, launcher, run.name)
         before = losses_by_step(run)
-        end(launcher, bench.count - 1)
+        left_alive = end(launcher, bench.count - 1)["left alive"]
+    if (run / f"step-{LARGEST_STEPS}").exists():
+        raise UserError(f"{run} ended before the kill")
     bench.complete_run(run.name, bench.count, settings, FSDP)
+    if f"resuming {checkpoint}" not in bench.printed(run.name):
+        raise UserError(f"{run} did not go on from {checkpoint}: see {run}.txt")
     losses = losses_by_step(run)
     repeated = [step for step in before if step > SAVE]
     lines = [line for line in read_metrics(run) if "loss" in line]
@@ -380,8 +384,11 @@ def large(bench: Bench) -> dict:
         "samples": LARGEST_BATCH,
         "tokens_per_second": round(median(line["tokens_per_second"] for line in lines)),
         "GB a GPU": max(line["peak_memory_gb"] for line in lines),
-        "GB of host memory": [round(size / 1e9, 1) for size in sorted(resident.values())[::-1]],
+        "GB of host memory, up to the kill": [
+            round(size / 1e9, 1) for size in sorted(resident.values())[::-1]
+        ],
         "first and last loss": [losses[1], losses[LARGEST_STEPS]],
+        "left alive": left_alive,
         "losses after the kill": len(repeated),
         "the same bits": all(before[step] == losses[step] for step in repeated),
         "alone, tokens/s": round(median(line["tokens_per_second"] for line in lines_alone)),

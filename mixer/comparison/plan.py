@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
-from mixer.comparison.report import best_size
+from mixer.comparison.report import best_size, sweep_budgets
 from mixer.models.config import with_content
 from mixer.training.config import RunConfig, flatten, load_config
 
@@ -178,15 +178,24 @@ def check_plan(plan: dict) -> None:
         allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`; optionally `rates` and"
         raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
     numbers = [plan.get("seconds", 1), *plan.get("rates", []), *plan.get("seconds_of_best", [])]
+    budgets = {*plan.get("seconds_of_best", [])}
     for entries in (runs, *kinds.values()):
         for name, entry in entries.items():
-            if problem := shape_problem(entry or {}, ENTRY_SHAPE, f"the plan's {name}"):
+            entry = entry or {}
+            if problem := shape_problem(entry, ENTRY_SHAPE, f"the plan's {name}"):
                 raise UserError(problem)
-            numbers += (entry or {}).get("seconds", [])
+            if entry.get("seconds") == []:
+                raise UserError(f"the plan's {name} has seconds: []; allowed: one or more times")
+            numbers += entry.get("seconds", [])
+            budgets |= {*entry.get("seconds", [plan.get("seconds")])}
     if wrong := [number for number in numbers if number <= 0]:
         raise UserError(f"the plan has {wrong[0]} as a time or a rate; allowed: above 0")
     if not 0 < plan.get("sweep_share", 0.5) < 1:
         raise UserError(f"the plan.sweep_share = {plan['sweep_share']}; allowed: above 0, below 1")
+    # A sweep's runs would be told from others, of the same names, by nothing.
+    if kinds and (both := sweep_budgets(plan) & budgets):
+        problem = f"{min(both):g} s is the time of a sweep (sweep_share times another), too"
+        raise UserError(f"the plan has a time twice: {problem}; give another sweep_share")
     if "reference" in plan and plan["reference"] not in runs:
         allowed = ", ".join(runs) or "none, as it has no `runs`"
         raise UserError(f"the plan.reference = {plan['reference']!r}; allowed: {allowed}")

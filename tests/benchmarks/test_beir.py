@@ -116,6 +116,10 @@ def brief(x):
     x += 1
     return x
 
+def crowded(x): """Take so many items from the front."""; \\
+    x += 1; \\
+    return x
+
 if True:
     async def twice(x):
         """Take so many items from the front."""
@@ -175,7 +179,7 @@ def test_functions_are_found_by_docstrings_and_copies_are_no_pairs(packages, mon
     monkeypatch.setattr("sys.argv", ["functions.py", str(folder), "--held-out", "0.1"])
     functions.main()
     collection = read_collection(folder, "test")
-    take, twice, merge = "held/__init__.py:8", "held/__init__.py:31", "held/vendor.py:2"
+    take, twice, merge = "held/__init__.py:8", "held/__init__.py:35", "held/vendor.py:2"
     relevant = {
         collection.queries[query]: sorted(documents)
         for query, documents in collection.relevance.items()

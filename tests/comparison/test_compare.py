@@ -406,6 +406,11 @@ def test_an_incomplete_plan_is_refused(plan):
         ({"seconds": -1}, "the plan has -1 as a time or a rate; allowed: above 0"),
         ({"kinds": {"a": {512: {"seconds": 20}}}}, "the plan's 512.seconds = 20; allowed: a list"),
         ({"kinds": {"a": {512: {"seconds": [9, 0]}}}}, "the plan has 0 as a time or a rate;"),
+        ({"kinds": {"a": {512: {"seconds": []}}}}, "the plan's 512 has seconds: ..; allowed: one"),
+        (
+            {"kinds": {"a": {512: {"seconds": [15, 60]}}}, "rates": [1e-3], "sweep_share": 0.25},
+            "a time twice: 15 s is the time of a sweep",
+        ),
         ({"seconds_of_best": [0]}, "the plan has 0 as a time or a rate; allowed: above 0"),
         ({"rates": [1e-3], "sweep_share": 2}, "the plan.sweep_share = 2; allowed: above 0, below"),
         ({"seeds": ["x"]}, r"the plan.seeds\[0\] = 'x'; allowed: a whole number"),
