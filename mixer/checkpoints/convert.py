@@ -74,4 +74,6 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
     summary = f"mixing weights changed by {mean:.2%} of their norm on average, at most {most:.2%}"
     if most > 0.1:
         summary += "; this is now a different model: train it further"
+    if model.config.mixing_window and form == "full":
+        summary += f"; the window of {model.config.mixing_window} is gone: beyond it stand zeros"
     print(summary)

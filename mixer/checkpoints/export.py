@@ -81,10 +81,14 @@ def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, lice
     if trainer:
         facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
         facts |= last_metrics(checkpoint.resolve().parent / "metrics.jsonl", trainer["step"])
-    keys = "\nIn its keyed blocks, softmax weights multiply the learned ones: a kind of attention."
+    keys = ""
+    if config.mixer_attention:
+        keys = "\nSome or all of its blocks have softmax attention in place of learned weights."
+    elif config.mixer_key_size:
+        keys = "\nIn its keyed blocks, softmax weights multiply the learned ones, as in attention."
     limit = "\nPrompt and new tokens together must fit into its context."
     return TEXT.format(
-        keys=keys if config.mixer_key_size else "",
+        keys=keys,
         limit=limit if config.mixing_weight == "full" else "",
         header=header.to_yaml(),
         title=title,

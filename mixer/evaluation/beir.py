@@ -128,11 +128,15 @@ def _read_relevance(file: Path) -> Relevance:
                         "query-id, corpus-id, score, then such as q1, d1, 1, between tabs"
                     )
                 if is_judgement:
-                    relevance.setdefault(row[0], {})[row[1]] = int(row[2])
+                    query, document, score = row
+                    grades = relevance.setdefault(query, {})
+                    if grades.setdefault(document, int(score)) != int(score):
+                        problem = f"{file}, line {rows.line_num} judges {document!r} for {query!r}"
+                        raise UserError(f"{problem} again, otherwise: remove one of the two lines")
         except (ValueError, csv.Error) as error:
             raise UserError(f"{file} is no text in UTF-8 with tabs ({first_line(error)})") from None
-    if not relevance:
-        raise UserError(f"{file} judges no document: give another --split")
+    if not any(grade > 0 for grades in relevance.values() for grade in grades.values()):
+        raise UserError(f"{file} judges no document as relevant: give another --split")
     return relevance
 
 

@@ -26,6 +26,7 @@ LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
 # Options that not all of text, hub, data, pairs, retrieval and a task read.
 READ_BY = {"subset": ("hub",), "split": ("hub", "retrieval"), "text_field": ("text", "hub")}
+DEFAULT_SPLIT = "test"
 OF_TEXTS = ("stride", "max_tokens", "first_token", "last_window")
 READ_BY |= dict.fromkeys(OF_TEXTS, ("text", "data", "hub"))
 
@@ -42,7 +43,7 @@ class EvalOptions:
     retrieval: str = option("", "BEIR's layout: measure how well queries find documents")
     hub: str = option("", "dataset of the hub")
     subset: str = option("", "hub: the dataset's configuration")
-    split: str = option("test", "hub, retrieval: the split to read")
+    split: str = option("", "hub, retrieval: the split to read; default: test")
     text_field: str = option("text", "field with the text of a row")
     window: int | None = option(None, "longest window; default: the context", at_least=1)
     stride: int | None = option(None, "window step in tokens; default: the window", at_least=1)
@@ -130,4 +131,4 @@ def check_options(options: EvalOptions) -> None:
     for name in filter(None, (options.data, options.pairs)):
         Manifest.load(as_path(name))
     if options.retrieval:
-        read_collection(as_path(options.retrieval), options.split)
+        read_collection(as_path(options.retrieval), options.split or DEFAULT_SPLIT)

@@ -24,7 +24,13 @@ from mixer.data.samples import Batch
 from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.beir import measures, read_collection
-from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
+from mixer.evaluation.config import (
+    DEFAULT_SPLIT,
+    FIRST_TOKEN,
+    LAST_WINDOW,
+    EvalOptions,
+    check_options,
+)
 from mixer.evaluation.search import search
 from mixer.evaluation.texts import Text
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
@@ -183,10 +189,11 @@ def evaluate_retrieval(
 ) -> dict:
     """The result's entries about the documents that were found in a collection."""
     folder = as_path(options.retrieval)
-    collection = read_collection(folder, options.split)
+    split = options.split or DEFAULT_SPLIT
+    collection = read_collection(folder, split)
     hits = search(model, tokenizer, collection, window, options.batch_size, process)
     return {
-        "collection": f"{folder.resolve().name} {options.split}",
+        "collection": f"{folder.resolve().name} {split}",
         "queries": len(collection.queries),
         "documents": len(collection.document_ids),
         "queries_cut": hits.queries_cut,

@@ -205,7 +205,9 @@ def load_config(
             run.model.config = with_content(run.model.config)
         except UserError as error:
             problems.append(f"model.config: {error}")
-    problems += [f"model.{problem}" for problem in model_problems(run.model)]
+    # What a configuration does not set is the checkpoint's.
+    origin = f" (also by {run.train.init_from}, train.init_from)" if run.train.init_from else ""
+    problems += [f"model.{problem}{origin}" for problem in model_problems(run.model)]
     problems = problems or _clashes(run) or objective_problems(run.train, run.data)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)

@@ -247,7 +247,7 @@ def test_what_is_no_checkpoint_is_named_with_what_it_lacks(run, tmp_path):
 @pytest.mark.parametrize(
     "given, problem",
     [
-        (["--split", "train"], "--split is given, which scoring data .*, or give --hub"),
+        (["--split", "test"], "--split is given, which scoring data .*, or give --hub"),
         (["--text", "a.txt", "--subset", "en"], "--subset is given, which scoring text"),
         (["--text-field", "body"], "--text-field .*scoring data .* give --text or --hub"),
         (["--pairs", "data", "--max-tokens", "9"], "--max-tokens is given, which scoring pairs"),

@@ -197,6 +197,12 @@ BROKEN = {  # the file, what is changed in it, and what is said
     "unknown query": ("queries.jsonl", ('"q3"', '"x"'), "names 'q3', an id that .*queries.jsonl"),
     "no head": ("qrels/test.tsv", ("query-id\tcorpus-id\tscore\n", ""), "line 1 is 'q1 d1 1'; all"),
     "spaces": ("qrels/test.tsv", ("q2\tq2\t1", "q2 q2 1"), "test.tsv, line 3 is 'q2 q2 1'; allowe"),
+    "otherwise": (
+        "qrels/test.tsv",
+        ("q2\tq2\t1", "q1\td1\t0"),
+        "line 3 judges 'd1' for 'q1' again",
+    ),
+    "nothing": ("qrels/dev.tsv", ("q4\td4\t1", "q4\td4\t0"), "judges no document as relevant"),
     "empty": ("qrels/dev.tsv", ("q4\td4\t1\n", ""), "dev.tsv judges no document"),
 }
 

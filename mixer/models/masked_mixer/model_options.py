@@ -164,7 +164,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
         (
             is_list_wrong,
             ["mixer_keyed_blocks", "num_hidden_layers"],
-            "numbers of blocks, from 1 on, each once and in order",
+            "one or more numbers of blocks, from 1 to num_hidden_layers, each once and in order",
         ),
         (
             listed is not None and options.mixer_keyed_every > 1,
