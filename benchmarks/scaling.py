@@ -35,6 +35,7 @@ from mixer.reporting.text import LOSS, SECONDS, wrapped
 DRAWS = 2000
 FLOORS = np.linspace(0, 0.9, 91)  # of the loss that are tried, as shares of the lowest loss
 PFLOP = 1e15
+POSITIVE = ("validation_loss", "training_seconds", "useful_tflops", "parameters")
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, help="JSON file of the results")
     options = parser.parse_args()
-    required = {"plan": {str: object}, "runs": {str: dict}}
-    result = read_json(as_path(options.results), "name results of scaling.yaml", required)
+    result = read_runs(as_path(options.results))
     kinds = cells_of(result)
     text = table(kinds)
     picture = file_of(options.output, ".png")
@@ -120,6 +120,24 @@ def main() -> None:
 
 
 # ------------------------------------------------------------------------- the runs
+
+
+def read_runs(file: Path) -> dict:
+    """The results. Raises UserError for those of other plans, and for numbers that no run has."""
+    otherwise = "name results of scaling.yaml"
+    identity = {"kind": str, "size": str, "budget": float, "lr": float}
+    plan_shape = {"kinds": {str: dict}, "sweep_share": float, str: object}
+    required = {"plan": plan_shape, "runs": {str: identity | {str: object}}}
+    result = read_json(file, otherwise, required)
+    for name, row in result["runs"].items():
+        if missing := sorted(identity.keys() - row.keys()):
+            raise UserError(f"{file} is damaged (runs.{name} has no {missing[0]}): {otherwise}")
+        for key in () if "failure" in row else POSITIVE:
+            value = row.get(key)
+            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                problem = f"runs.{name}.{key} = {value!r}; allowed: a number above 0"
+                raise UserError(f"{file} is damaged ({problem}): {otherwise}")
+    return result
 
 
 def cells_of(result: dict) -> Kinds:

@@ -112,6 +112,25 @@ def test_results_without_a_law_are_refused(result, said):
         scaling.cells_of(result)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"validation_loss": math.nan}, "validation_loss = nan; allowed: a number above 0"),
+        ({"training_seconds": 0}, "training_seconds = 0; allowed: a number above 0"),
+        ({"parameters": "many"}, "parameters = 'many'; allowed"),
+        ({"budget": "long"}, "budget = 'long'; allowed: a finite number"),
+    ],
+)
+def test_damaged_results_are_refused_in_a_line(tmp_path, change, said):
+    result = made_up(1.3)
+    row = next(iter(result["runs"].values()))
+    row |= change
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(result))
+    with pytest.raises(UserError, match=said):
+        scaling.read_runs(file)
+
+
 @pytest.mark.slow
 def test_the_plan_at_toy_size_is_cut_and_goes_on_and_has_a_report(small_run, tmp_path, monkeypatch):
     plan = read_yaml(ROOT / "benchmarks/plans/scaling.yaml")
