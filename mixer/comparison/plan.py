@@ -193,8 +193,8 @@ def check_plan(plan: dict) -> None:
     if not 0 < plan.get("sweep_share", 0.5) < 1:
         raise UserError(f"the plan.sweep_share = {plan['sweep_share']}; allowed: above 0, below 1")
     # A sweep's runs would be told from others, of the same names, by nothing.
-    if kinds and (both := sweep_budgets(plan) & budgets):
-        problem = f"{min(both):g} s is the time of a sweep (sweep_share times another), too"
+    if kinds and (clashes := sweep_budgets(plan) & budgets):
+        problem = f"{min(clashes):g} s is the time of a sweep (sweep_share times another), too"
         raise UserError(f"the plan has a time twice: {problem}; give another sweep_share")
     if "reference" in plan and plan["reference"] not in runs:
         allowed = ", ".join(runs) or "none, as it has no `runs`"

@@ -26,6 +26,11 @@ STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 SHORT_WINDOW = 8  # MIXER_SHORT_WINDOW
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
 
+NO_SECOND_DERIVATIVES = (
+    "second derivatives of {} need backend 'dense': use it here (for a model, load it with "
+    "mixing_backend='dense')"
+)
+
 POINTERS = [
     "x", "weight", "packed", "bias", "residual", "y", "dy", "dx", "dweight", "dbias",
     "workspace", "memory", "positions", "stream",
@@ -138,15 +143,12 @@ def refuse_second_derivatives(operator: str) -> None:
     round its error, and leaves out terms of a Hessian without a word.
     """
     if torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"second derivatives of {operator} need backend 'dense': use it here "
-            "(for a model, load it with mixing_backend='dense')"
-        )
+        raise NotImplementedError(NO_SECOND_DERIVATIVES.format(operator))
 
 
 def no_derivatives(ctx, *gradients: Tensor) -> None:
     """The autograd formula of operators that compute gradients."""
-    raise NotImplementedError("second derivatives need backend 'dense'")
+    raise NotImplementedError(NO_SECOND_DERIVATIVES.format("an operator"))
 
 
 torch.library.register_autograd("mixer::triangular_conv", _backward, setup_context=_setup_context)
