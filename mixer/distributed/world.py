@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import Tensor
 
 from mixer.common.errors import UserError, end_at_interrupt, first_line
-from mixer.common.launch import VARIABLES, is_launched
+from mixer.common.launch import VARIABLES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it
@@ -110,8 +110,9 @@ def build_accelerator(precision: str) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run of this process
     try:
         accelerator = Accelerator(
-            # Without this, accelerate takes torchrun's processes on a CPU for separate runs.
-            cpu=is_launched() and not torch.cuda.is_available(),
+            # Else accelerate takes torchrun's processes on a CPU for separate runs, and trains on a
+            # Mac's GPU, which has no fp64.
+            cpu=not torch.cuda.is_available(),
             mixed_precision=precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             dynamo_backend="no",

@@ -7,11 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import accelerate
 import pytest
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from launching import ROOT
 from runs import refusal
+
+from mixer.distributed.world import build_accelerator
 
 OWN_FILE = """
 compute_environment: LOCAL_MACHINE
@@ -85,6 +89,12 @@ def test_what_a_variable_of_accelerate_asks_for_in_vain_is_refused_by_name(
     monkeypatch.setenv(variable, value)
     assert "accelerate cannot start" in (said := refusal(write_config()))
     assert f"{variable}={value}" in said and not (tmp_path / "runs").exists()
+
+
+def test_a_mac_trains_on_its_cpu_as_its_gpu_has_no_fp64(monkeypatch):
+    monkeypatch.setattr(accelerate.state, "is_mps_available", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert build_accelerator("no").device.type == "cpu"
 
 
 RANK = """
