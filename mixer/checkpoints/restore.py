@@ -17,18 +17,10 @@ from transformers import (
 )
 
 from mixer.checkpoints import pretrained
-from mixer.checkpoints.checkpoint import (
-    FORMAT,
-    OPTIMIZER,
-    STATE,
-    find_resume,
-    read_trainer,
-    remove_partial,
-)
+from mixer.checkpoints.checkpoint import FORMAT, OPTIMIZER, STATE, read_trainer
 from mixer.checkpoints.model_files import check_checkpoint, refused, settled
 from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
-from mixer.data.config import Manifest
 from mixer.data.tokenizer import read_tokenizer
 from mixer.distributed.world import World
 from mixer.models.architecture import for_training
@@ -43,32 +35,10 @@ FREE = {
 }
 
 
-def find_checkpoint(directory: Path, resume: str, world: World) -> Path | None:
-    """The checkpoint that a run continues from (`find_resume`), the same on all processes; None for
-    a fresh start. What a killed save left in the run's directory is deleted.
-    """
-    checkpoint = None
-    if world.is_main:
-        remove_partial(directory)
-        checkpoint = find_resume(directory, resume, world.say)
-    checkpoint = world.of_main(checkpoint)
-    begins_in = checkpoint or directory
-    world.require_shared(f"the directory {begins_in}", begins_in.is_dir())
-    return checkpoint
-
-
-def data_identity(manifest: Manifest, seed: int) -> dict[str, Any]:
-    """What identifies the data and the order of its samples."""
-    hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
-    settings = {f"data.{key}": value for key, value in manifest.settings.items()}
-    tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
-    return settings | {"seed": seed} | tokenizer | hashes
-
-
 def load_trainer(checkpoint: Path, data: dict[str, Any]) -> dict[str, Any]:
     """The content of trainer.json, if the run can continue from it.
 
-    data: its `data_identity`. Raises UserError where the checkpoint's differ.
+    data: the run's entry of that name. Raises UserError where the checkpoint's differ.
     """
     trainer = read_trainer(checkpoint)
     if trainer.get("format") != FORMAT:

@@ -1,5 +1,5 @@
-"""The settings that a run trains with, as its checkpoints record them: they are compared when the
-run goes on, so that none changes unsaid, and a start that trains nothing cannot change the record.
+"""What a run trains with, settings and data, as its checkpoints record it: compared when the run
+goes on, so that nothing changes unsaid, and a start that trains nothing cannot change the record.
 """
 
 import os
@@ -10,7 +10,7 @@ from mixer.common.errors import UserError
 from mixer.common.files import as_path, write_text
 from mixer.common.terminal import counted
 from mixer.common.values import as_yaml
-from mixer.data.config import NOT_COMPARED
+from mixer.data.config import NOT_COMPARED, Manifest
 
 SECTIONS = ("seed", "model", "data", "train", "optim")  # what decides what is trained
 # What another start may change though no step is left: they do not change what was trained.
@@ -19,12 +19,28 @@ HARMLESS = {"train.steps", "processes"}
 OF_OPTIMIZER = {"optim.name", "train.objective"}
 
 
-def recorded_settings(configuration: dict[str, Any], processes: int) -> dict[str, Any]:
-    """The entry `settings` of trainer.json, from the sections of a run's configuration."""
+def new_record(configuration: dict[str, Any], manifest: Manifest, processes: int) -> dict[str, Any]:
+    """The entries of trainer.json that stay as they are while a run trains, of one without earlier
+    steps; configuration: its sections.
+    """
     settings = {name: configuration[name] for name in SECTIONS} | {"processes": processes}
-    data = configuration["data"].items()
-    settings["data"] = {name: value for name, value in data if name not in NOT_COMPARED}
-    return settings
+    data = configuration["data"]
+    settings["data"] = {name: data[name] for name in data if name not in NOT_COMPARED}
+    return {
+        "data": data_identity(manifest, configuration["seed"]),
+        "data_directory": data.get("directory", ""),
+        "settings": settings,
+        "earlier": {},
+        "mixing": {},
+    }
+
+
+def data_identity(manifest: Manifest, seed: int) -> dict[str, Any]:
+    """What identifies the data and the order of its samples."""
+    hashes = {f"{name}.bin": split.tokens_sha256 for name, split in manifest.splits.items()}
+    settings = {f"data.{key}": value for key, value in manifest.settings.items()}
+    tokenizer = {"tokenizer": manifest.tokenizer_sha256, "vocab_size": manifest.vocab_size}
+    return settings | {"seed": seed} | tokenizer | hashes
 
 
 def changed_settings(settings: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:

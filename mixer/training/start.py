@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.checkpoints import restore
-from mixer.checkpoints.settings import changed_settings, in_words, recorded_settings
+from mixer.checkpoints.checkpoint import find_resume, remove_partial
+from mixer.checkpoints.settings import changed_settings, in_words, new_record
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
 from mixer.common.hardware import check_precision
@@ -101,21 +102,28 @@ def open_run_data(run: RunConfig, world: World) -> Data:
 
 def start_state(run: RunConfig, data: Data, world: World) -> State:
     """The model, its optimizer and the counters: new, or from the checkpoint to continue from."""
-    configuration = used_configuration(run)
-    record = {
-        "data": restore.data_identity(data.manifest, run.seed),
-        "data_directory": configuration["data"].get("directory", ""),
-        "settings": recorded_settings(configuration, world.size),
-        "earlier": {},
-        "mixing": {},
-    }
-    checkpoint = restore.find_checkpoint(run.directory, run.checkpoint.resume, world)
+    record = new_record(used_configuration(run), data.manifest, world.size)
+    checkpoint = find_checkpoint(run, world)
     if checkpoint is not None:
         return resumed_state(checkpoint, record, run, data, world)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     model = whole_or_meta(lambda: initial_model(run, config, data), config, world)
     passes, optimizer = parallelize(model, run, world)
     return State(model, passes, optimizer, Counters(), record, None, None)
+
+
+def find_checkpoint(run: RunConfig, world: World) -> Path | None:
+    """The checkpoint that a run continues from (`find_resume`), the same on all processes; None for
+    a fresh start. What a killed save left in the run's directory is deleted.
+    """
+    checkpoint = None
+    if world.is_main:
+        remove_partial(run.directory)
+        checkpoint = find_resume(run.directory, run.checkpoint.resume, world.say)
+    checkpoint = world.of_main(checkpoint)
+    begins_in = checkpoint or run.directory
+    world.require_shared(f"the directory {begins_in}", begins_in.is_dir())
+    return checkpoint
 
 
 def resumed_state(
