@@ -29,7 +29,8 @@ def plan_of(
     models = {Path(name).name: entrant(name) for name in names}
     if len(models) < len({*names}):
         raise UserError(f"--backends {' '.join(names)}: two files have one name; give them others")
-    run = load_config(config, [])
+    shared = {key: value for key, value in overrides.items() if not key.startswith("model.")}
+    run = load_config(config, [], shared)
     common = {"logging.log_every": run.logging.log_every}
     common |= dict(flatten(read_yaml(as_path(config)))) | overrides
     common = {key: value for key, value in common.items() if key not in ("name", "output_dir")}

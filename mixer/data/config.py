@@ -9,7 +9,7 @@ from typing import Any
 
 from mixer.common.errors import UserError
 from mixer.common.files import STAGE, as_path, check_writable, has_sha256, read_json
-from mixer.common.options import has_type, option, option_problems
+from mixer.common.options import has_type, option
 
 SPLITS = ("train", "validation")
 FILE_SOURCES = ("text", "jsonl", "parquet")
@@ -109,29 +109,31 @@ def without_unused(config: DataConfig) -> DataConfig:
     return replace(config, **defaults)
 
 
-def check_config(config: DataConfig) -> None:
-    """Raise UserError for settings that cannot work, before anything is read or written."""
+def data_problems(config: DataConfig) -> list[str]:
+    """One line for each rule broken by options that are allowed alone, but not together."""
     source = config.source
-    problems = option_problems(config, "data.")
-    if not problems:
-        problems += [
-            f"data.{name} is {getattr(config, name)!r}, which source {source!r} does not read; "
-            f"allowed with data.source {', '.join(readers)}: set one of these, or data.{name}="
-            for name, readers in READ_BY.items()
-            if getattr(config, name) and source not in readers
-        ]
-        if source in READ_BY["path"] and not config.path:
-            problems.append(f"data.path is empty; source {source!r} needs a name or path there")
-        if source == "builtin" and config.subset not in ("", "packages"):
-            problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
-        if config.validation_split and config.validation_split == config.split:
-            problems.append(f"data.split and data.validation_split are both {config.split!r}")
-        names_split = config.validation_split or config.split != DataConfig.split
-        if source == "hub" and names_split and (as_path(config.path) / "state.json").is_file():
-            remedy = "leave out data.split and data.validation_split"
-            problems.append(f"{config.path} has no splits: {remedy}")
-    if problems:
-        raise UserError("; ".join(problems))
+    problems = [
+        f"data.{name} is {getattr(config, name)!r}, which source {source!r} does not read; allowed "
+        f"with data.source {', '.join(readers)}: set one of these, or data.{name}="
+        for name, readers in READ_BY.items()
+        if getattr(config, name) and source not in readers
+    ]
+    if source in READ_BY["path"] and not config.path:
+        problems.append(f"data.path is empty; source {source!r} needs a name or path there")
+    if source == "builtin" and config.subset not in ("", "packages"):
+        problems.append(f"data.subset is {config.subset!r}; source builtin allows packages")
+    if config.pair_field and config.pair_field == config.text_field:
+        problems.append(
+            f"data.pair_field = {config.pair_field!r} is data.text_field too, so that both texts "
+            "of a pair would be the same; allowed: another field, or none"
+        )
+    if config.validation_split and config.validation_split == config.split:
+        problems.append(f"data.split and data.validation_split are both {config.split!r}")
+    names_split = config.validation_split or config.split != DataConfig.split
+    if source == "hub" and names_split and (as_path(config.path) / "state.json").is_file():
+        remedy = "leave out data.split and data.validation_split"
+        problems.append(f"{config.path} has no splits: {remedy}")
+    return problems
 
 
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written
@@ -234,9 +236,8 @@ def fingerprint(values: dict) -> str:
 
 def existing_data(config: DataConfig) -> Manifest | None:
     """The manifest of `config.directory`, of data with these settings; None if nothing is there,
-    and data can be written. Raises UserError for all else, and for settings that cannot work.
+    and data can be written. Raises UserError for all else.
     """
-    check_config(config)
     directory = as_path(config.directory)
     if not (directory / "manifest.json").is_file():
         files = (file for file in directory.glob("*") if not file.name.startswith(STAGE))

@@ -18,7 +18,7 @@ from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.terminal import counted
 from mixer.common.values import parse_yaml, read_yaml
-from mixer.data.config import DataConfig, unused_options, without_unused
+from mixer.data.config import DataConfig, data_problems, unused_options, without_unused
 from mixer.models.config import ModelConfig, model_problems, saved_options, with_content
 from mixer.objectives.config import ObjectiveConfig, objective_problems
 
@@ -208,7 +208,8 @@ def load_config(
     # What a configuration does not set is the checkpoint's.
     origin = f" (also by {run.train.init_from}, train.init_from)" if run.train.init_from else ""
     problems += [f"model.{problem}{origin}" for problem in model_problems(run.model)]
-    problems = problems or _clashes(run) or objective_problems(run.train, run.data)
+    if not problems:
+        problems = _clashes(run) + data_problems(run.data) + objective_problems(run.train, run.data)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         count = counted(len(problems), "problem")
@@ -335,16 +336,10 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
 def _clashes(run: RunConfig) -> list[str]:
     """Values that are allowed alone, but not together."""
     train = run.train
-    data = run.data
     architecture = run.model.architecture
     clashes = []
     if not run.name or "/" in run.name or run.name in (".", ".."):
         clashes.append(f"name = {run.name!r}; allowed: a directory name without slashes")
-    if data.pair_field and data.pair_field == data.text_field:
-        clashes.append(
-            f"data.pair_field = {data.pair_field!r} is data.text_field too, so that both texts of "
-            "a pair would be the same; allowed: another field, or none"
-        )
     if train.recompute == "activation" and architecture != "masked_mixer":
         clashes.append(
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "

@@ -22,6 +22,8 @@ from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison import study
 from mixer.comparison.plan import Run, jobs_of
+from mixer.comparison.side_by_side import plan_of
+from mixer.data.config import FILE_SOURCES
 
 SCRIPT = ROOT / "benchmarks" / "train_plan.py"
 PLANS = ROOT / "benchmarks" / "plans"
@@ -360,11 +362,20 @@ def test_a_plan_of_tasks_ends_with_their_accuracies(train, tmp_path):
         assert [row[0] for row in rows_of(text) if accuracy in row] == [f"flat {name}"]
 
 
+def test_options_of_the_command_line_hold_where_the_file_has_others_or_none(tmp_path):
+    config = tmp_path / "text.yaml"
+    config.write_text("data: {source: text}\nseed: 3\n")  # without data.path
+    overrides = {"data.path": "texts", "seed": 7, "model.num_attention_heads": 4}
+    plan = plan_of(str(config), ["dense", "qwen3"], seeds=3, seconds=None, overrides=overrides)
+    assert plan["common"]["seed"] == 7 and plan["seeds"] == [8, 9]
+    assert len(jobs_of(plan, {}, [], {})) == 2
+
+
 @pytest.mark.parametrize("plan", sorted(PLANS.glob("*.yaml")), ids=lambda plan: plan.stem)
 def test_every_run_of_the_plans_can_be_trained(plan, monkeypatch):
     monkeypatch.chdir(ROOT)
     plan = read_yaml(plan)
-    given = {"data.path": "texts"} if plan["common"].get("data.source") == "text" else {}
+    given = {"data.path": "texts"} if plan["common"].get("data.source") in FILE_SOURCES else {}
     assert len(jobs_of(plan, given, [], {})) == len(plan.get("runs", plan.get("kinds")))
 
 

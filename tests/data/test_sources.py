@@ -321,11 +321,35 @@ def test_text_is_one_document_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings, problem",
+    ("given", "said"),
     [
         ("source=text", "data.path is empty"),
         ("path=mine", "data.path is 'mine', which source 'builtin' does not read"),
         ("subset=sample-10BT", "data.subset is 'sample-10BT'; source builtin allows packages"),
+        ("validation_path=mine", "source 'builtin' does not read"),
+        ("source=hub path=x validation_path=test", "source 'hub' does not read; .* jsonl"),
+        ("source=text path=x validation_split=test", "is 'test'.*; allowed with data.source hub"),
+        ("source=hub path=x validation_split=train", "both 'train'"),
+        ("source=hub path=saved validation_split=test", "saved has no splits"),
+        ("source=hub path=saved split=test", "saved has no splits"),
+        (
+            "source=text validation_split=test name=a/b",
+            r"(?s)3 problems.*name.*split.*path is empty",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_in_the_one_report(tmp_path, monkeypatch, given, said):
+    monkeypatch.chdir(tmp_path)
+    Path("saved").mkdir()
+    Path("saved/state.json").write_text("{}")  # as in a dataset saved without splits
+    keys = [key if key.startswith("name") else f"data.{key}" for key in given.split()]
+    with pytest.raises(UserError, match=said):
+        load_config(None, keys)
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
         ("source=text path=missing.txt", "'missing.txt' does not exist"),
         ("source=text path=/dev/null", "'/dev/null' is no file, but a pipe or device"),
         ("source=text path=latin.txt", "latin.txt is not UTF-8 text .*0xe9 in position 3.*iconv"),
@@ -469,15 +493,8 @@ def test_a_validation_text_that_cannot_be_used_is_refused_before_any_work(tmp_pa
     refused("missing' does not exist", validation_path=str(tmp_path / "missing"))
     (tmp_path / "blank.txt").write_text("\n")
     refused("no document with text in .*blank", validation_path=str(tmp_path / "blank.txt"))
-    refused("source 'builtin' does not read", source="builtin", path="", validation_path=path)
-    refused("source .hub. does not read; .* jsonl", source="hub", validation_path="test")
-    refused("validation_split is .test.*; allowed with data.source hub", validation_split="test")
-    refused("both 'train'", source="hub", validation_split="train")
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "a"}\n')
     refused("texts nope: .*Bad split", source="hub", validation_split="nope")
-    (tmp_path / "texts" / "state.json").write_text("{}")  # as in a dataset saved without splits
-    refused("texts has no splits", source="hub", validation_split="test")
-    refused("texts has no splits", source="hub", split="test")
 
 
 def test_data_prepared_before_there_were_validation_texts_is_used_as_it_is(tmp_path):
