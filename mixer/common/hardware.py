@@ -68,15 +68,6 @@ def lacks_bf16(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def check_precision(device: torch.device, precision: str) -> None:
-    """Raises UserError for a mixed precision that the device does not have."""
-    if precision == "fp16" and device.type == "cpu":
-        raise UserError("train.mixed_precision = 'fp16' on a CPU; set train.mixed_precision=no")
-    if precision == "bf16" and (name := lacks_bf16(device)):
-        problem = f"train.mixed_precision = 'bf16', but {name} has no bf16 arithmetic"
-        raise UserError(f"{problem}; set train.mixed_precision=fp16")
-
-
 # What PyTorch's allocators for GPUs and CPUs, the CUDA driver and cuBLAS say.
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 

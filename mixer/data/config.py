@@ -198,8 +198,8 @@ class Manifest:
         if not file.is_file():
             raise UserError(f"{directory} has no manifest.json: give a directory of prepared data")
         remedy = f"copy it again, or delete {directory} and prepare again"
-        values = read_json(file, remedy, required={"fingerprint": str})
-        if values["fingerprint"] != fingerprint(values):
+        values = read_json(file, remedy)
+        if values.get("fingerprint") != fingerprint(values):
             raise UserError(f"{file} is not what preparation wrote (fingerprint differs): {remedy}")
         return cls.of(values)
 

@@ -16,7 +16,7 @@ from mixer.checkpoints.checkpoint import find_resume, remove_partial
 from mixer.checkpoints.settings import changed_settings, in_words, new_record
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
-from mixer.common.hardware import check_precision
+from mixer.common.hardware import lacks_bf16
 from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
 from mixer.distributed.world import World
@@ -65,11 +65,17 @@ class State:
 
 def check_run(run: RunConfig, world: World) -> None:
     """Raises UserError for options that this device or these processes cannot train with."""
-    check_precision(world.device, run.train.mixed_precision)
-    if run.model.mixing_backend == "cuda" and world.device.type != "cuda":
+    device = world.device
+    precision = run.train.mixed_precision
+    if precision == "fp16" and device.type == "cpu":
+        raise UserError("train.mixed_precision = 'fp16' on a CPU; set train.mixed_precision=no")
+    if precision == "bf16" and (name := lacks_bf16(device)):
+        problem = f"train.mixed_precision = 'bf16', but {name} has no bf16 arithmetic"
+        raise UserError(f"{problem}; set train.mixed_precision=fp16")
+    if run.model.mixing_backend == "cuda" and device.type != "cuda":
         raise UserError(
-            f"model.mixing_backend is cuda, but training is on the {world.device.type}; allowed "
-            "there: auto, dense"
+            f"model.mixing_backend is cuda, but training is on the {device.type}; allowed there: "
+            "auto, dense"
         )
     check_model(run)
 

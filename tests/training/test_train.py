@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from mixer.common.errors import UserError
-from mixer.common.hardware import check_precision
 from mixer.data.samples import SampleOrder, TokenFile
 from mixer.training import loop
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.optim import learning_rate
+from mixer.training.start import check_run
 
 
 @pytest.mark.parametrize("packed", (True, False))
@@ -104,12 +105,14 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
 
 
 def test_a_precision_the_device_lacks_is_refused(monkeypatch):
+    run = load_config(None, ["train.mixed_precision=fp16"])
     with pytest.raises(UserError, match="set train.mixed_precision=no"):
-        check_precision(torch.device("cpu"), "fp16")
+        check_run(run, SimpleNamespace(device=torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-32GB")
+    run.train.mixed_precision = "bf16"
     with pytest.raises(UserError, match="Tesla V100.* has no bf16 .*mixed_precision=fp16"):
-        check_precision(torch.device("cuda"), "bf16")
+        check_run(run, SimpleNamespace(device=torch.device("cuda")))
 
 
 ADVICE = ["batch_size", "recompute=block", "mixed_precision=bf16", "a smaller model"]
