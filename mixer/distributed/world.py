@@ -121,7 +121,8 @@ def build_accelerator(precision: str) -> Accelerator:
         )
         torch.ones(1, device=accelerator.device).item()
     except Exception as error:  # each library raises its own kinds
-        prefixes = ("ACCELERATE_", "FSDP_")
+        # On a CPU it also follows what MPI sets.
+        prefixes = ("ACCELERATE_", "FSDP_", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
         names = [name for name in sorted(os.environ) if name.startswith(prefixes)]
         names += [name for name in VARIABLES if name in os.environ]
         variables = ", ".join(f"{name}={os.environ[name]}" for name in names) or "none"

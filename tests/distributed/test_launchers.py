@@ -91,6 +91,11 @@ def test_what_a_variable_of_accelerate_asks_for_in_vain_is_refused_by_name(
     assert f"{variable}={value}" in said and not (tmp_path / "runs").exists()
 
 
+def test_the_variables_of_mpi_are_named_where_they_keep_a_cpu_from_training(write_config, launch):
+    ranks = launch("--config", write_config(), environment={"PMI_SIZE": "4"})
+    assert ranks.wait() == [2] and "PMI_SIZE=4" in ranks.output
+
+
 def test_a_mac_trains_on_its_cpu_as_its_gpu_has_no_fp64(monkeypatch):
     monkeypatch.setattr(accelerate.state, "is_mps_available", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
