@@ -139,13 +139,13 @@ def test_the_plan_at_toy_size_is_cut_and_goes_on_and_has_a_report(small_run, tmp
     toy |= {"train.mixed_precision": "no", "data.source": "builtin", "logging.log_every": 2}
     plan["common"] |= toy
     plan["recipe"] = str(ROOT / plan["recipe"])
-    plan["seconds"] /= 200
+    plan["seconds"] /= 150
     for options in (size for sizes in plan["kinds"].values() for size in sizes.values()):
         for key, divisor in SMALLER.items():
             if key in options:
                 options[key] //= divisor
         options |= {key: value for key, value in TOY.items() if key in options}
-        options["seconds"] = [seconds / 200 for seconds in options.get("seconds", [20])]
+        options["seconds"] = [seconds / 150 for seconds in options.get("seconds", [15])]
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
     output = tmp_path / "toy"
     script = ROOT / "benchmarks/train_plan.py"
