@@ -161,6 +161,28 @@ def has_windows(config: PreTrainedConfig) -> bool:
     return any(windows) or re.search("sliding|chunked|local", layer_types) is not None
 
 
+def check_sizes(model: PreTrainedModel) -> None:
+    """Raises UserError for a model of `architecture=auto` that has a size of 0, or no layers: it
+    would train, but learn next to nothing.
+    """
+    model_type = model.config.model_type
+    for name, weight in model.named_parameters():
+        if not weight.numel():
+            shape = tuple(weight.shape)
+            raise UserError(
+                f"model.config: this {model_type} has {name} of shape {shape}; allowed: sizes of 1 "
+                "or more"
+            )
+    outside = {model.get_output_embeddings()}
+    outside |= {module for module in model.modules() if isinstance(module, nn.Embedding)}
+    inside = [module for module in model.modules() if module not in outside]
+    if all(weight.ndim == 1 for module in inside for weight in module.parameters(recurse=False)):
+        raise UserError(
+            f"model.config: this {model_type} has no layers; allowed: 1 or more (of most models, "
+            "num_hidden_layers)"
+        )
+
+
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
     """Raises UserError for a model of `architecture=auto` that cannot compute a text, or whose

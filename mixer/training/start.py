@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.checkpoints import restore
+from mixer.checkpoints.checkpoint import all_checkpoints
 from mixer.checkpoints.settings import changed_settings, in_words, recorded_settings
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
@@ -19,7 +20,7 @@ from mixer.common.hardware import check_precision
 from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
 from mixer.distributed.world import World
-from mixer.models.architecture import blocks_of, check_causal, model_config, new_model
+from mixer.models.architecture import blocks_of, check_causal, check_sizes, model_config, new_model
 from mixer.objectives.objective import Loss
 from mixer.training.config import RunConfig, used_configuration
 from mixer.training.optim import build_optimizer, jump_of_rate
@@ -71,6 +72,10 @@ def check_run(run: RunConfig, world: World) -> None:
             "there: auto, dense"
         )
     check_model(run)
+    goes_on = run.checkpoint.resume != "auto" or all_checkpoints(run.directory)
+    is_prepared = (as_path(run.data.directory) / "manifest.json").is_file()
+    if run.train.init_from and not goes_on and not is_prepared:
+        restore.check_start(as_path(run.train.init_from), run.model, run.data)
 
 
 def check_model(run: RunConfig) -> None:
@@ -84,6 +89,7 @@ def check_model(run: RunConfig) -> None:
     except Exception as error:  # each model raises its own kinds
         problem = f"{config.model_type} cannot be built: {first_line(error)}"
         raise UserError(f"model.config: {problem}") from None
+    check_sizes(model)
     if run.train.recompute == "block" and not model.supports_gradient_checkpointing:
         raise UserError(
             f"train.recompute = block, which {config.model_type} does not have; allowed: none"

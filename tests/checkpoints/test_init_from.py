@@ -111,6 +111,24 @@ def test_weights_that_are_not_there_are_refused_with_the_options(write_config, f
             load_config(str(write_config(model={})), [f"train.init_from={given}", "name=tuned"])
 
 
+def test_what_cannot_fit_is_refused_before_the_text_is_read(write_config, finished, tmp_path):
+    data = f"data.directory={tmp_path / 'data'}"
+    start = [f"train.init_from={finished / 'step-12'}", "name=tuned", data, "data.path=/none"]
+    other = tmp_path / "other"
+    shutil.copytree(finished / "step-12", other)
+    swap_merges(other)
+    for overrides, problem in (
+        (["model.hidden_size=64"], "hidden_size is 32 in the checkpoint, now 64"),
+        (["model.architecture=llama"], "model_type is 'masked_mixer' in the checkpoint, now 'llam"),
+        (["data.vocab_size=300"], "vocab_size is 400 in the checkpoint, now 300"),
+        ([f"data.tokenizer={other}"], "has another tokenizer than the data; set data.tokenizer="),
+        (["data.tokenizer=/none"], "tokenizer '/none' cannot be read"),
+    ):
+        said = refusal(write_config(), *start, "data.source=text", *overrides)
+        assert re.match(f"train.init_from: .*{problem}", said)
+    assert not (tmp_path / "data").exists() and not (tmp_path / "runs/tuned").exists()
+
+
 def swap_merges(source) -> None:
     """Another tokenizer with as many ids."""
     tokenizer = json.loads((source / "tokenizer.json").read_text())
