@@ -152,7 +152,7 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
         with said_of(run.name):
             run.config(f"name={run.folder}", *unmeasured)
     for run in [*runs, *models]:
-        check_settings(run, results)
+        check_settings(run, results, has_rates="rates" in plan)
     check_data([*runs, *models, *firsts], results)
     jobs = [job_of_run(run, seeds) for run in runs if not only or run.name in only]
     for kind_name in kinds:
@@ -258,14 +258,16 @@ def recipe(file: str | None) -> dict:
     return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
-def check_settings(run: Run, results: dict) -> None:
-    """Raises UserError if the results have this run, or runs of this model, with other options."""
+def check_settings(run: Run, results: dict, has_rates: bool) -> None:
+    """Raises UserError if the results have this run, or runs of this model, with other options.
+    has_rates: whether the plan gives models others than their own.
+    """
     for name, row in results.items():
         recorded = row["settings"]
         planned = run.settings
         if run.identity and run.identity == {key: row.get(key) for key in run.identity}:
             # What differs between the runs of one model.
-            rate = recorded.get("optim.lr", run.rate)
+            rate = recorded.get("optim.lr", run.rate) if has_rates else run.rate
             planned = run.timed(1, rate, recorded.get("train.steps", 1)).settings
             planned |= {k: recorded[k] for k in ("seed", "train.init_from") if k in recorded}
         elif name != run.name:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.checkpoints import restore
-from mixer.checkpoints.checkpoint import all_checkpoints
+from mixer.checkpoints.checkpoint import all_checkpoints, find_resume
 from mixer.checkpoints.settings import changed_settings, in_words, recorded_settings
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
@@ -72,9 +72,18 @@ def check_run(run: RunConfig, world: World) -> None:
             "there: auto, dense"
         )
     check_model(run)
-    goes_on = run.checkpoint.resume != "auto" or all_checkpoints(run.directory)
-    is_prepared = (as_path(run.data.directory) / "manifest.json").is_file()
-    if run.train.init_from and not goes_on and not is_prepared:
+    if not (as_path(run.data.directory) / "manifest.json").is_file():
+        check_weights(run, world)
+
+
+def check_weights(run: RunConfig, world: World) -> None:
+    """Raises UserError for a checkpoint that the run cannot begin from, or go on from. It comes
+    before the data is prepared, which may take hours.
+    """
+    if run.checkpoint.resume != "auto" or all_checkpoints(run.directory):
+        if world.is_main:
+            find_resume(run.directory, run.checkpoint.resume, say=lambda line: None)
+    elif run.train.init_from:
         restore.check_start(as_path(run.train.init_from), run.model, run.data)
 
 

@@ -123,9 +123,11 @@ def test_what_cannot_fit_is_refused_before_the_text_is_read(write_config, finish
         (["data.vocab_size=300"], "vocab_size is 400 in the checkpoint, now 300"),
         ([f"data.tokenizer={other}"], "has another tokenizer than the data; set data.tokenizer="),
         (["data.tokenizer=/none"], "tokenizer '/none' cannot be read"),
+        (["checkpoint.resume=/none"], "the checkpoint cannot be used ./none: there is no such"),
+        ([f"checkpoint.resume={finished}"], "is a run, not a checkpoint: give"),
     ):
         said = refusal(write_config(), *start, "data.source=text", *overrides)
-        assert re.match(f"train.init_from: .*{problem}", said)
+        assert re.search(problem, said)
     assert not (tmp_path / "data").exists() and not (tmp_path / "runs/tuned").exists()
 
 

@@ -486,6 +486,17 @@ def test_results_that_were_cut_are_refused(row, said, tmp_path):
         study.Study(tmp_path / "a", {}, "command", "commit")
 
 
+def test_a_comparison_for_a_time_that_goes_on_at_another_rate_is_refused():
+    plan = KINDS | {"common": {"optim.lr": 1e-3}}
+    model = Run("a 512", plan["common"], {"kind": "a", "size": "512"})
+    run = model.timed(1.0, 1e-3, 5)
+    results = {run.name: ROW | run.identity | {"settings": run.settings}}
+    jobs_of(plan, {}, [], results)
+    with pytest.raises(UserError, match="the results have 'a 512, 1 s.*optim.lr 0.001, not 0.002"):
+        jobs_of(plan, {"optim.lr": 2e-3}, [], results)
+    jobs_of(plan | {"rates": [2e-3], "sweep_share": 0.5}, {}, [], results)
+
+
 def test_a_comparison_that_goes_on_after_its_text_was_changed_is_refused(train, tmp_path):
     command = train({"runs": {"one": {}, "two": {"optim.lr": 1e-3}}})
     plan, file = read_yaml(tmp_path / "plan.yaml"), tmp_path / "results.json"
