@@ -129,7 +129,10 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
     ]
     for weights, problem in (
         (sorted(loading["missing_keys"]), "lacks the weights"),
-        (sorted(name for name, *_ in loading["mismatched_keys"]), "has another shape of"),
+        (
+            sorted(name for name, *_ in loading["mismatched_keys"]),
+            "has other shapes than its config.json says, of",
+        ),
         (unknown, "has weights that its config.json has no place for,"),
         (wrong, "has weights that are not floating-point numbers,"),
     ):

@@ -185,8 +185,8 @@ def check_sizes(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Raises UserError for a model of `architecture=auto` that cannot compute a text, or whose
-    logits depend on later tokens: it would learn to copy them.
+    """Raises UserError for a model of `architecture=auto` that cannot compute a text, at least not
+    in finite numbers, or whose logits depend on later tokens: it would learn to copy them.
     """
     config = model.config
     tokens = min(8, config.max_position_embeddings)
@@ -203,6 +203,11 @@ def check_causal(model: PreTrainedModel) -> None:
         raise UserError(f"model.config: this {config.model_type} {problem}") from error
     finally:
         model.train(was_training)
+    if not first.isfinite().all():
+        problem = (
+            f"this {config.model_type} computes numbers that are not finite, before any training"
+        )
+        raise UserError(f"model.config: {problem}: correct the file's numbers")
     if (first - second).abs().max() > 1e-5 * first.abs().max():
         raise UserError(
             f"model.config: this {config.model_type} sees later tokens, as an encoder does; "

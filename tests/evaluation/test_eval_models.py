@@ -171,7 +171,12 @@ def test_models_that_are_not_causal_are_refused(root, tmp_path):
     "kind, field, value, message",
     [
         ("masked_mixer", "hidden_size", "wide", "hidden_size = 'wide'; allowed: a whole number"),
-        ("masked_mixer", "hidden_size", 24, "has another shape of lm_head.weight, "),
+        (
+            "masked_mixer",
+            "hidden_size",
+            24,
+            "has other shapes than its config.json says, of lm_head",
+        ),
         ("gpt2", "model_type", "masked_blender", "cannot be used .*masked_blender.*; allowed: a"),
         ("gpt2", "n_layer", "two", "n_layer.*'two'"),
         ("gpt2", "n_layer", -1, "has n_layer -1 in its config.json"),
