@@ -1,5 +1,6 @@
 """What a run starts with: its data, its model and its optimizer, new or from a checkpoint."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -93,7 +94,8 @@ def check_model(run: RunConfig) -> None:
         return
     config = model_config(run.model, run.data.vocab_size, eos_token_id=None)
     try:
-        with torch.device("meta"):
+        # Of sizes of 0, which are refused below.
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = new_model(config)
     except Exception as error:  # each model raises its own kinds
         problem = f"{config.model_type} cannot be built: {first_line(error)}"
