@@ -178,8 +178,8 @@ def check_plan(plan: dict) -> None:
         raise UserError(problem)
     check_parts(plan)
     entries = entries_of(plan)
-    for place, entry in entries.items():
-        if problem := shape_problem(entry, ENTRY_SHAPE, f"the plan.{place}"):
+    for path, entry in entries.items():
+        if problem := shape_problem(entry, ENTRY_SHAPE, f"the plan.{path}"):
             raise UserError(problem)
     check_times(plan, entries)
     if not 0 < plan.get("sweep_share", 0.5) < 1:
@@ -194,13 +194,13 @@ def check_parts(plan: dict) -> None:
     """Raises UserError for a plan that lacks a part, or has one that does not go with another."""
     runs = plan.get("runs", {})
     kinds = plan.get("kinds", {})
-    parts = "`common` and `runs`, or `common`, `seconds` and `kinds`"
+    allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`"
     if bool(runs) == bool(kinds):
         which = "both `runs` and `kinds`" if runs else "neither `runs` nor `kinds`"
-        raise UserError(f"the plan has {which}; allowed: {parts}")
+        raise UserError(f"the plan has {which}; allowed: {allowed}")
     required = ("common", "seconds") if kinds else ("common",)
     if missing := [name for name in required if name not in plan]:
-        raise UserError(f"the plan has no `{missing[0]}`; allowed: {parts}")
+        raise UserError(f"the plan has no `{missing[0]}`; allowed: {allowed}")
     for kind_name, sizes in kinds.items():
         if not sizes:
             allowed = "one or more sizes, such as 512: {model.hidden_size: 512}"
@@ -214,7 +214,7 @@ def entries_of(plan: dict) -> dict[str, dict]:
     entries = {f"runs.{name}": entry for name, entry in plan.get("runs", {}).items()}
     for kind_name, sizes in plan.get("kinds", {}).items():
         entries |= {f"kinds.{kind_name}.{size}": entry for size, entry in sizes.items()}
-    return {place: entry or {} for place, entry in entries.items()}
+    return {path: entry or {} for path, entry in entries.items()}
 
 
 def check_times(plan: dict, entries: dict[str, dict]) -> None:
@@ -222,14 +222,14 @@ def check_times(plan: dict, entries: dict[str, dict]) -> None:
     numbers = {name: plan[name] for name in ("rates", "seconds_of_best") if name in plan}
     if "seconds" in plan:
         numbers["seconds"] = [plan["seconds"]]
-    for place, entry in entries.items():
+    for path, entry in entries.items():
         if "seconds" in entry:
-            numbers[f"{place}.seconds"] = entry["seconds"]
-    for place, listed in numbers.items():
+            numbers[f"{path}.seconds"] = entry["seconds"]
+    for path, listed in numbers.items():
         if not listed:
-            raise UserError(f"the plan.{place} = []; allowed: one or more numbers above 0")
+            raise UserError(f"the plan.{path} = []; allowed: one or more numbers above 0")
         if wrong := [number for number in listed if number <= 0]:
-            raise UserError(f"the plan.{place} has {wrong[0]}; allowed: above 0")
+            raise UserError(f"the plan.{path} has {wrong[0]}; allowed: above 0")
     # A sweep's runs would be told from others, of the same names, by nothing.
     budgets = {*plan.get("seconds_of_best", [])}
     for entry in entries.values():
