@@ -130,8 +130,8 @@ def check_same_model(checkpoint: Path, saved: PreTrainedConfig, config: PreTrain
     if differing := differences(saved_values, values):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; restore these (in model.*; "
-            "for model_type, model.architecture; for vocab_size and eos_token_id, data.*), or "
-            "choose another name or checkpoint"
+            "for model_type, model.architecture; for vocab_size and eos_token_id, data.tokenizer or "
+            "data.vocab_size), or choose another name or checkpoint"
         )
 
 
