@@ -130,8 +130,8 @@ def check_same_model(checkpoint: Path, saved: PreTrainedConfig, config: PreTrain
     if differing := differences(saved_values, values):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; restore these (in model.*; "
-            "for model_type, model.architecture; for vocab_size and eos_token_id, data.tokenizer or "
-            "data.vocab_size), or choose another name or checkpoint"
+            "for model_type, model.architecture; for vocab_size and eos_token_id, data.tokenizer "
+            "or data.vocab_size), or choose another name or checkpoint"
         )
 
 
@@ -173,13 +173,19 @@ def check_start(directory: Path, model: ModelConfig, data: DataConfig) -> None:
     directory = settled(directory)
     check_checkpoint(directory)
     saved = pretrained.load_model_config(directory)
-    if data.tokenizer == "train":  # it will have at most so many ids
+    if data.tokenizer == "train":
+        tokenizer = None
+        # It will have at most so many ids.
         vocab_size = min(saved.get_text_config().vocab_size, data.vocab_size)
-        check_same_model(directory, saved, model_config(model, vocab_size, saved.eos_token_id))
+        eos_token_id = saved.eos_token_id
     else:
         tokenizer = existing_tokenizer(data.tokenizer)
         vocab_size = vocabulary_size(tokenizer)
-        check_same_model(directory, saved, model_config(model, vocab_size, tokenizer.eos_token_id))
+        eos_token_id = tokenizer.eos_token_id
+    config = model_config(model, vocab_size, eos_token_id=None)
+    config.eos_token_id = eos_token_id
+    check_same_model(directory, saved, config)
+    if tokenizer is not None:
         check_same_tokenizer(directory, tokenizer)
 
 
