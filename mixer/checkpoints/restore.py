@@ -33,7 +33,7 @@ from mixer.common.errors import UserError, first_line
 from mixer.data.config import DataConfig, Manifest
 from mixer.data.tokenizer import existing_tokenizer, read_tokenizer, vocabulary_size
 from mixer.distributed.world import World
-from mixer.models.architecture import for_training, model_config
+from mixer.models.architecture import for_training, is_dropout, model_config
 from mixer.models.config import ModelConfig
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 
@@ -137,7 +137,11 @@ def check_same_model(checkpoint: Path, saved: PreTrainedConfig, config: PreTrain
 
 def _compared(config: PreTrainedConfig) -> dict[str, Any]:
     """The entries that decide what weights compute, as JSON has them: a file has no tuples."""
-    values = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    values = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in FREE and not is_dropout(name, value)
+    }
     return json.loads(json.dumps(values, default=str))
 
 

@@ -97,9 +97,14 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
             f"such as {model_type}_text: give its text_config as the file"
         )
     for name, value in config.to_dict().items():
-        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+        if is_dropout(name, value):
             setattr(config, name, 0.0)
     return config
+
+
+def is_dropout(name: str, value: Any) -> bool:
+    """Whether an entry of a configuration says how much is dropped at random in training."""
+    return ("drop" in name or "jitter" in name) and isinstance(value, float)
 
 
 def _check_type(model_type: str, values: dict[str, Any]) -> None:

@@ -7,7 +7,13 @@ import shutil
 import pytest
 from runs import read_lines, read_losses, refusal
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from mixer.checkpoints.export import export
 from mixer.common.errors import UserError
@@ -68,6 +74,31 @@ def test_a_run_starts_from_a_llama_of_the_hub(write_config, finished, tmp_path):
     weights = load_file(source / "model.safetensors")
     written = load_file(tmp_path / "runs/tuned/step-1/model.safetensors")
     assert all((written[name] == weight).all() for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "grouped queries"])
+def test_a_run_starts_from_models_that_no_options_describe(kind, write_config, finished, tmp_path):
+    """GPT-2 has another name for its context, and dropout, which training leaves out."""
+    tokenizer = AutoTokenizer.from_pretrained(finished / "step-12")
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    if kind == "GPT-2":
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **ids))
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e5}
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=16, **sizes, **ids))
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    start = [f"train.init_from={source}", "name=tuned", "optim.lr=0", "optim.warmup_steps=0"]
+    start += [f"data.tokenizer={source}", f"data.directory={tmp_path / 'data'}"]
+    config = str(write_config(model={}))
+    train(load_config(config, [*start, "train.steps=1"]))
+    weights = load_file(source / "model.safetensors")
+    trained = train(load_config(config, [*start, "train.steps=2"])).state_dict()
+    assert all((trained[name] == weight).all() for name, weight in weights.items())
+    assert trained.keys() - weights.keys() <= {"lm_head.weight"}  # tied
 
 
 @pytest.mark.parametrize("model", [{}, MIXER, {"architecture": "qwen3"}], ids=str)
