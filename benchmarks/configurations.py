@@ -1,16 +1,23 @@
-"""The table of README's configurations, from results of other benchmarks.
+"""What each configuration of README needs, measured; and what larger models will need, estimated.
 
     python benchmarks/configurations.py --output benchmarks/results/configurations_h200
 
-Writes PATH.md. Memory is the most that tensors took at the configuration's batch size.
+Writes PATH.md, from results of other benchmarks and from the estimate that a run prints before its
+first step. Measured memory is the most that tensors took.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import torch
 from saving import file_of, markdown, parser_of
 
 from mixer.common.errors import run_command
 from mixer.common.files import read_json, write_text
+from mixer.common.hardware import ROOT
+from mixer.models.architecture import model_config, new_model
+from mixer.training.config import RunConfig, load_config
+from mixer.training.estimate import needed_gb
 
 RESULTS = Path(__file__).parent / "results"
 # The file of results and the run of each configuration.
@@ -21,25 +28,61 @@ RUNS = {
     "h200, the paper's": ("recipe_512_h200", "paper"),
 }
 HEAD = ["configuration", "parameters, M", "memory, GB"]
+# Larger models of the recipe: hidden size and blocks. And on how many GPUs.
+SIZES = ((1024, 16), (2048, 16), (2048, 24), (3072, 24), (4096, 24), (4096, 48))
+GPUS = (1, 2, 4, 8)
+FIT_HEAD = ["hidden size x blocks", "parameters, M", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
+SAMPLES = 32  # a GPU, of 512 tokens
+DATA = SimpleNamespace(vocab_size=8000, eos_token_id=0)
 
 
 def main() -> None:
     options = parser_of(__doc__).parse_args()
+    files = dict.fromkeys(file for file, _ in RUNS.values())
+    sources = ", ".join(f"[{file}.json]({file}.json)" for file in files)
+    sections = [
+        "# Configurations",
+        markdown(HEAD, measured_rows()),
+        f"From {sources}, which have hardware and commits.",
+        "## What fits",
+        markdown(FIT_HEAD, estimated_rows()),
+        "GB of each GPU, by the estimate: configs/recipe.yaml in other sizes, one GPU or FSDP on "
+        f"several, {SAMPLES} samples of 512 tokens a GPU.",
+    ]
+    text = "\n\n".join(sections) + "\n"
+    write_text(file_of(options.output, ".md"), text)
+    print(text)
+
+
+def measured_rows() -> list[list[str]]:
     rows = []
     for configuration, (file, name) in RUNS.items():
         run = read_json(RESULTS / f"{file}.json", "keep the results")["runs"][name]
-        cells = [
-            configuration,
-            f"{run['parameters'] / 1e6:.1f}",
-            f"{run['peak_memory_gb']:.1f}",
-        ]
-        rows.append(cells)
-    files = dict.fromkeys(file for file, _ in RUNS.values())
-    sources = ", ".join(f"[{file}.json]({file}.json)" for file in files)
-    source = f"From {sources}, which have hardware and commits."
-    text = "\n\n".join(["# Configurations", markdown(HEAD, rows), source]) + "\n"
-    write_text(file_of(options.output, ".md"), text)
-    print(text)
+        memory = f"{run['peak_memory_gb']:.1f}"
+        rows.append([configuration, f"{run['parameters'] / 1e6:.1f}", memory])
+    return rows
+
+
+def estimated_rows() -> list[list[str]]:
+    rows = []
+    for hidden_size, blocks in SIZES:
+        options = [f"model.hidden_size={hidden_size}", f"model.num_hidden_layers={blocks}"]
+        options.append(f"train.batch_size={SAMPLES}")
+        run = load_config(str(ROOT / "configs/recipe.yaml"), options)
+        needs = [f"{estimate_gb(run, count):.0f}" for count in GPUS]
+        rows.append([f"{hidden_size} x {blocks}", f"{parameters(run) / 1e6:,.0f}", *needs])
+    return rows
+
+
+def estimate_gb(run: RunConfig, count: int) -> float:
+    world = SimpleNamespace(device=torch.device("cuda"), size=count, is_sharded=count > 1)
+    return needed_gb(run, DATA, world)
+
+
+def parameters(run: RunConfig) -> int:
+    with torch.device("meta"):
+        model = new_model(model_config(run.model, DATA.vocab_size, DATA.eos_token_id))
+    return model.num_parameters()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from mixer.common.files import read_json, write_text
 # By seconds of training: what README calls a model, and its first run. The transformer comes first.
 ATTENTION = "attention in some blocks, rich keys 512"
 KEYED = "keyed in some blocks, shifted keys 512"
-PLAIN = "plain, heads without projections 512"
 MODELS = {
     60: {
         "Qwen3-style transformer": "Qwen3-style transformer",
@@ -27,7 +26,7 @@ MODELS = {
         "plain mixing, attention": f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
         "plain mixing, keyed mixing": f"{KEYED}, every second of 8, 60 s, lr 0.004",
         "gated mixing, suffix match": "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
-        "plain mixing, suffix match": f"{PLAIN}, suffix match, 8 blocks, 60 s, lr 0.002",
+        "mixing in the MLP, suffix match": "plain, mixing in the MLP",
     },
     300: {
         "Qwen3-style transformer": "Qwen3 512, shifted keys, weight decay 0.1, 300 s, lr 0.002",
