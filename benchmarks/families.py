@@ -22,11 +22,12 @@ from generation import CACHES, ready, time_generate
 from saving import file_of, markdown, measured_by, numbers, origin, parser_of, save
 
 from mixer.checkpoints.pretrained import load_checkpoint
-from mixer.common.errors import UserError, first_line, run_command
+from mixer.common.errors import UserError, first_line, run_command, say_on_stderr
 from mixer.common.files import as_path, read_json
 from mixer.comparison.report import repeated
 from mixer.reporting.text import LOSS, SECONDS, SPEED
 
+OF_RUN = ("validation_loss", "training_seconds", "parameters")
 SETTINGS = ("prompt", "new", "repeats", "device")
 
 
@@ -88,18 +89,24 @@ def measure(options: argparse.Namespace) -> dict:
 
 def kept(file: Path) -> dict[str, dict]:
     """By name, what the table has of each run that kept its checkpoint, and the mean loss of its
-    seeds.
+    seeds. Says which runs have no loss, as they diverged: they are left out.
     """
     runs = read_json(file, "name the results of a plan", required={"runs": {str: dict}})["runs"]
     seeds = repeated(runs)
     rows = {}
     for name, run in runs.items():
-        if "checkpoint" in run and not {"seed", "failure"} & run.keys():
-            rows[name] = {key: run[key] for key in ("checkpoint", "parameters", "training_seconds")}
-            losses = [row["validation_loss"] for row in seeds.get(name, [run])]
-            rows[name] |= {"loss": fmean(losses), "seeds": len(losses)}
+        if "checkpoint" not in run or "seed" in run:
+            continue
+        if missing := [key for key in OF_RUN if key not in run]:
+            problem = run.get("failure", f"it has no {missing[0]}")
+            say_on_stderr(f"{name} is left out: {problem}")
+            continue
+        losses = [row["validation_loss"] for row in seeds.get(name, [run])]
+        rows[name] = {key: run[key] for key in ("checkpoint", "parameters", "training_seconds")}
+        rows[name] |= {"loss": fmean(losses), "seeds": len(losses)}
     if not rows:
-        raise UserError(f"{file} has no checkpoints: give the plan keep_checkpoints: true")
+        problem = "has no checkpoint of a run that ended with a loss"
+        raise UserError(f"{file} {problem}: give the plan keep_checkpoints: true")
     return rows
 
 

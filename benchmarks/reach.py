@@ -11,10 +11,11 @@ from statistics import mean
 
 from saving import file_of, markdown, parser_of
 
-from mixer.common.errors import run_command
+from mixer.common.errors import UserError, run_command, say_on_stderr
 from mixer.common.files import read_json, write_text
 from mixer.reporting.figure import log_axis, new_figure
 
+REMEDY = "name results of reach.yaml"
 RUN = re.compile(r"(?P<form>.+), (?:window (?P<window>\d+)|all lags)(?:, seed \d+)?")
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("results", type=Path, help="JSON file of the results")
     options = parser.parse_args()
-    runs = read_json(options.results, "name results of reach.yaml")["runs"]
+    runs = read_json(options.results, REMEDY, required={"runs": {str: dict}})["runs"]
     losses = losses_of(runs)
     draw(losses, file_of(options.output, ".png"))
     source = f"From [{options.results.name}]({options.results.name})."
@@ -32,10 +33,15 @@ def main() -> None:
 
 
 def losses_of(runs: dict[str, dict]) -> dict[str, dict[int, list[float]]]:
-    """By form and window, the losses of all seeds."""
+    """By form and window, the losses of all seeds. Says which runs have none: they diverged."""
     losses: dict[str, dict[int, list[float]]] = {}
     for name, row in runs.items():
         run = RUN.fullmatch(name)
+        if run is None:
+            raise UserError(f"{name!r} is no run of reach.yaml: {REMEDY}")
+        if "validation_loss" not in row:
+            say_on_stderr(f"{name} is left out: {row.get('failure', 'it has no validation loss')}")
+            continue
         window = int(run["window"] or row["settings"]["model.max_position_embeddings"])
         by_window = losses.setdefault(run["form"], {})
         by_window.setdefault(window, []).append(row["validation_loss"])

@@ -13,7 +13,7 @@ from statistics import mean
 
 from saving import file_of, markdown, parser_of
 
-from mixer.common.errors import run_command
+from mixer.common.errors import UserError, run_command
 from mixer.common.files import read_json, write_text
 
 # By seconds of training: what README calls a model, and its first run. The transformer comes first.
@@ -45,7 +45,8 @@ def main() -> None:
     options = parser.parse_args()
     runs = {}
     for file in options.results:
-        runs |= read_json(file, "name results of minute.yaml and today.yaml")["runs"]
+        remedy = "name results of minute.yaml and today.yaml"
+        runs |= read_json(file, remedy, required={"runs": {str: dict}})["runs"]
     sections = [f"## {seconds} s\n\n{table(runs, models)}" for seconds, models in MODELS.items()]
     files = " and ".join(f"[{file.name}]({file.name})" for file in options.results)
     source = f"From {files}, which have hardware and commits."
@@ -60,8 +61,12 @@ def table(runs: dict[str, dict], models: dict[str, str]) -> str:
         seeds = [
             row
             for name, row in runs.items()
-            if re.fullmatch(rf"{re.escape(run)}(, seed \d+)?", name)
+            if re.fullmatch(rf"{re.escape(run)}(, seed \d+)?", name) and "validation_loss" in row
         ]
+        if not seeds:
+            raise UserError(
+                f"no run {run!r} has a loss: name results of minute.yaml and today.yaml"
+            )
         loss = mean(row["validation_loss"] for row in seeds)
         transformer_loss = transformer_loss or loss
         rows.append(

@@ -46,7 +46,6 @@ from mixer.common.files import (
     remove,
     sha256,
 )
-from mixer.common.terminal import counted
 from mixer.common.values import shape_problem
 
 FORMAT = 2
@@ -145,8 +144,10 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
         say(f"skipping {path}: {problem}")
         problems.append(f"{path}: {problem}")
     if problems:  # a fresh start would overwrite them and the run's metrics
+        several = f"none of {len(problems)} checkpoints can be used"
+        none = several if len(problems) > 1 else "the checkpoint cannot be used"
         raise UserError(
-            f"none of {counted(len(problems), 'checkpoint')} can be used ({problems[-1]}); "
+            f"{none} ({problems[-1]}); "
             "give another checkpoint.resume, or choose another name to start afresh"
         )
     return None

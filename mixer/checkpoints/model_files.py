@@ -74,6 +74,10 @@ def _no_checkpoint(directory: Path, missing: list[str]) -> UserError:
         return UserError(f"checkpoint {directory}: there is no such directory{nor}; {advice}")
     if checkpoints:
         return UserError(f"{directory} is a run, not a checkpoint: {advice}")
+    of_runs = [*directory.glob("*/best/config.json")] or [*directory.glob("*/step-*/config.json")]
+    if of_runs:
+        listed = " or ".join(str(file.parent) for file in sorted(of_runs)[:4])
+        return UserError(f"{directory} is a folder of runs, not a checkpoint: give {listed}")
     lacks = f"lacks {', '.join(missing)} (weights are read as safetensors, not pickled)"
     return refused(directory, lacks)
 

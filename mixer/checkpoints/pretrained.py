@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
 from mixer.checkpoints.checkpoint import REMEDY
 from mixer.checkpoints.model_files import check_checkpoint, refused, weight_types
@@ -82,7 +82,9 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The directory's model in fp32, on the CPU. Raises UserError if its weights cannot be read,
     are incomplete, or are not finite floating-point numbers.
     """
-    disable_progress_bar()
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of weights that do not fit: they are refused below
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             str(directory),
@@ -97,6 +99,8 @@ def load_model(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
         if is_out_of_memory(error):
             raise
         raise refused(directory, f"cannot be read ({first_line(error)})") from error
+    finally:
+        logging.set_verbosity(verbosity)
     _check_weights(directory, model, loading)
     check_finite(directory, model)
     return model
@@ -125,7 +129,10 @@ def _check_weights(directory: Path, model: PreTrainedModel, loading: dict) -> No
     ]
     for weights, problem in (
         (sorted(loading["missing_keys"]), "lacks the weights"),
-        (sorted(name for name, *_ in loading["mismatched_keys"]), "has another shape of"),
+        (
+            sorted(name for name, *_ in loading["mismatched_keys"]),
+            "has other shapes than its config.json says, of",
+        ),
         (unknown, "has weights that its config.json has no place for,"),
         (wrong, "has weights that are not floating-point numbers,"),
     ):
@@ -145,7 +152,7 @@ def write_new(
 
     source: the checkpoint that the model is from: what it has for sentence-transformers stays.
     """
-    disable_progress_bar()  # of transformers: writing takes no time
+    logging.disable_progress_bar()  # of transformers: writing takes no time
     with whole_directory(output) as stage:
         check_new(output)  # another process may have written there
         model.save_pretrained(stage)

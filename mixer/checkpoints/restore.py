@@ -1,6 +1,8 @@
 """Loading the state of a run from a checkpoint, or a new run's weights."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from mixer.checkpoints.checkpoint import FORMAT, OPTIMIZER, STATE, read_trainer
 from mixer.checkpoints.model_files import check_checkpoint, refused, settled
 from mixer.checkpoints.writer import local_part, optimizer_state
 from mixer.common.errors import UserError, first_line
-from mixer.data.tokenizer import read_tokenizer
+from mixer.data.config import DataConfig
+from mixer.data.tokenizer import existing_tokenizer, read_tokenizer, vocabulary_size
 from mixer.distributed.world import World
-from mixer.models.architecture import for_training
+from mixer.models.architecture import for_training, is_dropout, model_config
+from mixer.models.config import ModelConfig
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 
 # What a resume may change in the model's configuration, what transformers records in it, and what
@@ -81,7 +85,12 @@ def load_matching_model(checkpoint: Path, config: PreTrainedConfig) -> PreTraine
     """The checkpoint's model in fp32, with the mixing backend of `config`. Raises UserError if it
     cannot be read, or has another configuration, naming each field that differs.
     """
-    saved = pretrained.load_model_config(checkpoint)
+    check_same_model(checkpoint, pretrained.load_model_config(checkpoint), config)
+    return for_training(pretrained.load_model(checkpoint, config))
+
+
+def check_same_model(checkpoint: Path, saved: PreTrainedConfig, config: PreTrainedConfig) -> None:
+    """Raises UserError naming what differs between the checkpoint's configuration and a run's."""
     saved_values = _compared(saved)
     values = _compared(config)
     if type(saved) is not type(config):
@@ -92,15 +101,18 @@ def load_matching_model(checkpoint: Path, config: PreTrainedConfig) -> PreTraine
     if differing := differences(saved_values, values):
         raise UserError(
             f"checkpoint {checkpoint} is of another model: {differing}; restore these (in model.*; "
-            "for model_type, model.architecture; for vocab_size and eos_token_id, data.*), or "
-            "choose another name or checkpoint"
+            "for model_type, model.architecture; for vocab_size and eos_token_id, data.tokenizer "
+            "or data.vocab_size), or choose another name or checkpoint"
         )
-    return for_training(pretrained.load_model(checkpoint, config))
 
 
 def _compared(config: PreTrainedConfig) -> dict[str, Any]:
     """The entries that decide what weights compute, as JSON has them: a file has no tuples."""
-    values = {name: value for name, value in config.to_dict().items() if name not in FREE}
+    values = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in FREE and not is_dropout(name, value)
+    }
     return json.loads(json.dumps(values, default=str))
 
 
@@ -119,26 +131,62 @@ def take_backends(model: PreTrainedModel, mixing: dict[str, str], world: World) 
                 layer.backend = backend
 
 
+@contextmanager
+def named_init_from() -> Iterator[None]:
+    """Inside, a UserError names train.init_from."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from None
+
+
+@named_init_from()
+def check_start(directory: Path, model: ModelConfig, data: DataConfig) -> None:
+    """Raises UserError for what `start_from` will refuse, as far as that is known before the data
+    is prepared, and without loading weights.
+    """
+    directory = settled(directory)
+    check_checkpoint(directory)
+    saved = pretrained.load_model_config(directory)
+    if data.tokenizer == "train":
+        tokenizer = None
+        # It will have at most so many ids.
+        vocab_size = min(saved.get_text_config().vocab_size, data.vocab_size)
+        eos_token_id = saved.eos_token_id
+    else:
+        tokenizer = existing_tokenizer(data.tokenizer)
+        vocab_size = vocabulary_size(tokenizer)
+        eos_token_id = tokenizer.eos_token_id
+    config = model_config(model, vocab_size, eos_token_id=None)
+    config.eos_token_id = eos_token_id
+    check_same_model(directory, saved, config)
+    if tokenizer is not None:
+        check_same_tokenizer(directory, tokenizer)
+
+
+@named_init_from()
 def start_from(
     directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedModel:
     """A new model with the weights of a checkpoint or an exported model (train.init_from). Raises
     UserError if that is another model, has another tokenizer, or cannot be read.
     """
-    try:
-        directory = settled(directory)
-        check_checkpoint(directory)
-        model = load_matching_model(directory, config)
-        if specification(read_tokenizer(str(directory))) != specification(tokenizer):
-            raise UserError(
-                f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer="
-                f"{directory} and data.directory to a new folder"
-            )
-    except UserError as error:
-        raise UserError(f"train.init_from: {error}") from None
+    directory = settled(directory)
+    check_checkpoint(directory)
+    model = load_matching_model(directory, config)
+    check_same_tokenizer(directory, tokenizer)
     # As of a model with new weights: how its source writes texts stays there.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
+
+
+def check_same_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises UserError unless a checkpoint has the tokenizer of the data."""
+    if specification(read_tokenizer(str(directory))) != specification(tokenizer):
+        raise UserError(
+            f"checkpoint {directory} has another tokenizer than the data; set data.tokenizer="
+            f"{directory} and data.directory to a new folder"
+        )
 
 
 def specification(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

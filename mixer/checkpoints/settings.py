@@ -55,10 +55,10 @@ def changed_settings(settings: dict[str, Any], trainer: dict[str, Any]) -> dict[
     changed = {key: before[key] for key in before if key in after and before[key] != after[key]}
     listed = in_words(changed, settings)
     step = trainer["step"]
-    if changed.keys() & OF_OPTIMIZER:
+    if of_optimizer := {key: changed[key] for key in changed if key in OF_OPTIMIZER}:
         raise UserError(
-            f"the run has the state of another optimizer: {listed}; restore it, or choose "
-            "another name to start afresh"
+            f"the run has the state of another optimizer: {in_words(of_optimizer, settings)}; "
+            "restore it, or choose another name to start afresh"
         )
     if step >= after["train.steps"] and changed.keys() - HARMLESS:
         raise UserError(

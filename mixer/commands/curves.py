@@ -29,14 +29,14 @@ def main(arguments: list[str] | None = None) -> None:
         output /= "training.png" if len(options.run) == 1 else "comparison.png"
     if output.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{output} is not a picture; give a name that ends in .png, .svg or .pdf")
-    for run in options.run:
-        read_metrics(run)  # before output: a checkpoint given as a run is the wrong run
+    # Before the output is checked: a checkpoint given as a run is the wrong run.
+    runs = {run: read_metrics(run) for run in options.run}
     check_writable(output.parent)
     with results_locked(output), whole_file(output) as stage:
         if len(options.run) == 1:
-            plot_training(first, stage, options.published)
+            plot_training(first, runs[options.run[0]], stage, options.published)
         else:
-            rows = compare_runs(options.run, stage)
+            rows = compare_runs(runs, stage)
             print(table(rows, width=shown_width()) + "\n")
             if tokens_differ(rows):
                 print("Tokenizers or validation texts differ: compare bits/byte, not the losses.\n")

@@ -7,8 +7,10 @@ The directory contains what `from_pretrained` needs, the model's code for machin
 package, and a model card with the run's settings and last losses, but no optimizer state.
 """
 
+import re
+
 from mixer.checkpoints.model_files import existing
-from mixer.common.errors import command_parser, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import as_path, check_new
 from mixer.evaluation.config import TYPES
 
@@ -21,6 +23,9 @@ def main(arguments: list[str] | None = None) -> None:
     add("--license", required=True, metavar="NAME", help="the model's license, for the card")
     add("--dtype", choices=TYPES, default="fp32", help="type of the weights; default: fp32")
     options = parser.parse_args(arguments)
+    if not re.fullmatch(r"[\w.+-]+", options.license):
+        allowed = "a name without spaces, such as apache-2.0, mit or other"
+        raise UserError(f"--license {options.license!r:.60}; allowed: {allowed}")
     check_new(options.output)
     # Only now, as this takes seconds.
     from mixer.checkpoints.export import export

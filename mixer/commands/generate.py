@@ -10,11 +10,11 @@ import argparse
 import math
 import sys
 from contextlib import suppress
-from functools import partial
 
 from mixer.checkpoints.model_files import existing
 from mixer.common.errors import UserError, command_parser, run_command, say_on_stderr
 from mixer.common.options import is_plain_text
+from mixer.common.terminal import spelt
 
 SEEDS = 2**32
 
@@ -57,7 +57,9 @@ def main(arguments: list[str] | None = None) -> None:
         print()
 
 
-show = partial(print, end="", flush=True)
+def show(text: str) -> None:
+    """Prints a part of a text: as it is, but in a terminal with its control characters spelt."""
+    print(spelt(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def ask_for_prompts(writer) -> None:

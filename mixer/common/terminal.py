@@ -3,15 +3,25 @@ quantities are printed.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """Such as "1 step" or "1,000 steps"."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def spelt(text: str) -> str:
+    """The text with its control characters as Python spells them, such as \\x1b, but for tabs and
+    the ends of lines: in a terminal they would move the cursor, change colours, or erase.
+    """
+    return CONTROL.sub(lambda character: repr(character[0])[1:-1], text)
 
 
 class LastingStream:

@@ -23,7 +23,8 @@ import re
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from mixer.common.errors import UserError
@@ -117,17 +118,18 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     seeds = plan.get("seeds", [])
     kinds = plan.get("kinds", {})
 
-    def settings(entry: dict | None) -> dict:
+    def settings(name: str, entry: dict | None) -> dict:
         """All options of a run or model of the plan; later ones win."""
         entry = dict(entry or {})
-        entry_recipe = recipe(entry.pop("recipe", None))
-        merged = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
-        if isinstance(merged.get("model.config"), str):  # the results keep what was trained
-            merged["model.config"] = with_content(merged["model.config"])
+        with said_of(name):
+            entry_recipe = recipe(entry.pop("recipe", None))
+            merged = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
+            if isinstance(merged.get("model.config"), str):  # the results keep what was trained
+                merged["model.config"] = with_content(merged["model.config"])
         return merged
 
     runs = [
-        Run(name, settings(entry), keeps_checkpoint=plan.get("keep_checkpoints", False))
+        Run(name, settings(name, entry), keeps_checkpoint=plan.get("keep_checkpoints", False))
         for name, entry in plan.get("runs", {}).items()
     ]
     models = []
@@ -137,7 +139,7 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
             budgets = tuple(options.pop("seconds", [plan["seconds"]]))
             identity = {"kind": kind_name, "size": str(size)}
             name = f"{kind_name} {size}".strip()
-            models.append(Run(name, settings(options), identity, budgets))
+            models.append(Run(name, settings(name, options), identity, budgets))
     names = {run.name for run in [*runs, *models]} | {*kinds}
     if unknown := sorted({*only} - names):
         allowed = shlex.join(sorted(names))
@@ -147,9 +149,10 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     check_names([*runs, *models, *firsts, *repeated])
     for run in [*runs, *models, *firsts, *repeated]:  # refuses what is not allowed
         unmeasured = ["train.steps=1000000"] if "kind" in run.identity else []
-        run.config(f"name={run.folder}", *unmeasured)
+        with said_of(run.name):
+            run.config(f"name={run.folder}", *unmeasured)
     for run in [*runs, *models]:
-        check_settings(run, results)
+        check_settings(run, results, has_rates="rates" in plan)
     check_data([*runs, *models, *firsts], results)
     jobs = [job_of_run(run, seeds) for run in runs if not only or run.name in only]
     for kind_name in kinds:
@@ -160,45 +163,80 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     return jobs
 
 
+@contextmanager
+def said_of(name: str) -> Iterator[None]:
+    """Inside, a UserError begins with the name of a run or model."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
 def check_plan(plan: dict) -> None:
     """Raises UserError for a plan that lacks something, and names what is of another kind."""
     if problem := shape_problem(plan, PLAN_SHAPE, "the plan"):
         raise UserError(problem)
-    runs = plan.get("runs", {})
-    kinds = plan.get("kinds", {})
-    required = {"common", "seconds", "kinds"} if kinds else {"common", "runs"}
-    has_empty_lists = not all(kinds.values()) or not plan.get("rates", True)
-    has_half_a_sweep = ("rates" in plan) != ("sweep_share" in plan)
-    if (
-        bool(runs) == bool(kinds)
-        or not required <= plan.keys()
-        or has_empty_lists
-        or has_half_a_sweep
-    ):
-        allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`; optionally `rates` and"
-        raise UserError(f"the plan is incomplete; allowed: {allowed} `sweep_share`")
-    numbers = [plan.get("seconds", 1), *plan.get("rates", []), *plan.get("seconds_of_best", [])]
-    budgets = {*plan.get("seconds_of_best", [])}
-    for entries in (runs, *kinds.values()):
-        for name, entry in entries.items():
-            entry = entry or {}
-            if problem := shape_problem(entry, ENTRY_SHAPE, f"the plan's {name}"):
-                raise UserError(problem)
-            if entry.get("seconds") == []:
-                raise UserError(f"the plan's {name} has seconds: []; allowed: one or more times")
-            numbers += entry.get("seconds", [])
-            budgets |= {*entry.get("seconds", [plan.get("seconds")])}
-    if wrong := [number for number in numbers if number <= 0]:
-        raise UserError(f"the plan has {wrong[0]} as a time or a rate; allowed: above 0")
+    check_parts(plan)
+    entries = entries_of(plan)
+    for path, entry in entries.items():
+        if problem := shape_problem(entry, ENTRY_SHAPE, f"the plan.{path}"):
+            raise UserError(problem)
+    check_times(plan, entries)
     if not 0 < plan.get("sweep_share", 0.5) < 1:
         raise UserError(f"the plan.sweep_share = {plan['sweep_share']}; allowed: above 0, below 1")
-    # A sweep's runs would be told from others, of the same names, by nothing.
-    if kinds and (clashes := sweep_budgets(plan) & budgets):
-        problem = f"{min(clashes):g} s is the time of a sweep (sweep_share times another), too"
-        raise UserError(f"the plan has a time twice: {problem}; give another sweep_share")
+    runs = plan.get("runs", {})
     if "reference" in plan and plan["reference"] not in runs:
         allowed = ", ".join(runs) or "none, as it has no `runs`"
         raise UserError(f"the plan.reference = {plan['reference']!r}; allowed: {allowed}")
+
+
+def check_parts(plan: dict) -> None:
+    """Raises UserError for a plan that lacks a part, or has one that does not go with another."""
+    runs = plan.get("runs", {})
+    kinds = plan.get("kinds", {})
+    allowed = "`common` and `runs`, or `common`, `seconds` and `kinds`"
+    if bool(runs) == bool(kinds):
+        which = "both `runs` and `kinds`" if runs else "neither `runs` nor `kinds`"
+        raise UserError(f"the plan has {which}; allowed: {allowed}")
+    required = ("common", "seconds") if kinds else ("common",)
+    if missing := [name for name in required if name not in plan]:
+        raise UserError(f"the plan has no `{missing[0]}`; allowed: {allowed}")
+    for kind_name, sizes in kinds.items():
+        if not sizes:
+            allowed = "one or more sizes, such as 512: {model.hidden_size: 512}"
+            raise UserError(f"the plan.kinds.{kind_name} = {{}}; allowed: {allowed}")
+    if len({"rates", "sweep_share"} & plan.keys()) == 1:
+        raise UserError("the plan has one of `rates` and `sweep_share`; allowed: both, or none")
+
+
+def entries_of(plan: dict) -> dict[str, dict]:
+    """The options of each run or size, by its place in the plan, such as kinds.mixer.512."""
+    entries = {f"runs.{name}": entry for name, entry in plan.get("runs", {}).items()}
+    for kind_name, sizes in plan.get("kinds", {}).items():
+        entries |= {f"kinds.{kind_name}.{size}": entry for size, entry in sizes.items()}
+    return {path: entry or {} for path, entry in entries.items()}
+
+
+def check_times(plan: dict, entries: dict[str, dict]) -> None:
+    """Raises UserError for a time or a rate that is none, and for a time that means two things."""
+    numbers = {name: plan[name] for name in ("rates", "seconds_of_best") if name in plan}
+    if "seconds" in plan:
+        numbers["seconds"] = [plan["seconds"]]
+    for path, entry in entries.items():
+        if "seconds" in entry:
+            numbers[f"{path}.seconds"] = entry["seconds"]
+    for path, listed in numbers.items():
+        if not listed:
+            raise UserError(f"the plan.{path} = []; allowed: one or more numbers above 0")
+        if wrong := [number for number in listed if number <= 0]:
+            raise UserError(f"the plan.{path} has {wrong[0]}; allowed: above 0")
+    # A sweep's runs would be told from others, of the same names, by nothing.
+    budgets = {*plan.get("seconds_of_best", [])}
+    for entry in entries.values():
+        budgets |= {*entry.get("seconds", [plan.get("seconds")])}
+    if plan.get("kinds") and (clashes := sweep_budgets(plan) & budgets):
+        problem = f"{min(clashes):g} s is the time of a sweep (sweep_share times another), too"
+        raise UserError(f"the plan has a time twice: {problem}; give another sweep_share")
 
 
 def check_names(runs: list[Run]) -> None:
@@ -220,14 +258,16 @@ def recipe(file: str | None) -> dict:
     return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
-def check_settings(run: Run, results: dict) -> None:
-    """Raises UserError if the results have this run, or runs of this model, with other options."""
+def check_settings(run: Run, results: dict, has_rates: bool) -> None:
+    """Raises UserError if the results have this run, or runs of this model, with other options.
+    has_rates: whether the plan gives models others than their own.
+    """
     for name, row in results.items():
         recorded = row["settings"]
         planned = run.settings
         if run.identity and run.identity == {key: row.get(key) for key in run.identity}:
             # What differs between the runs of one model.
-            rate = recorded.get("optim.lr", run.rate)
+            rate = recorded.get("optim.lr", run.rate) if has_rates else run.rate
             planned = run.timed(1, rate, recorded.get("train.steps", 1)).settings
             planned |= {k: recorded[k] for k in ("seed", "train.init_from") if k in recorded}
         elif name != run.name:

@@ -209,7 +209,8 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
             first = name.removesuffix(f", seed {row['seed']}")
             repetitions.setdefault(first, [runs[first]]).append(row)
     with_loss = {
-        name: [row for row in rows if "failure" not in row] for name, rows in repetitions.items()
+        name: [row for row in rows if "validation_loss" in row]
+        for name, rows in repetitions.items()
     }
     return {name: rows for name, rows in with_loss.items() if rows}
 

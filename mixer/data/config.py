@@ -242,7 +242,10 @@ def existing_data(config: DataConfig) -> Manifest | None:
     if not (directory / "manifest.json").is_file():
         files = (file for file in directory.glob("*") if not file.name.startswith(STAGE))
         if directory.is_file() or any(files):
-            raise UserError(f"data.directory {directory} holds other files; choose another one")
+            problem = (
+                "is a file" if directory.is_file() else "holds other files, and no manifest.json"
+            )
+            raise UserError(f"data.directory {directory} {problem}; choose another one")
         check_writable(directory, "data.directory")
         return None
     manifest = Manifest.load(directory)

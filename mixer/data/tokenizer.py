@@ -1,6 +1,7 @@
 """The tokenizer, existing or trained as a byte-level BPE, and how raw text becomes its tokens."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ DISTINCT_WORD = re.compile(r"[A-Za-z]+|[^\sA-Za-z]+")  # about the trainer's
 # the text: that pattern also ends a token before white space, and between an ASCII letter and
 # another ASCII character. \x1c-\x1f are white space to Python, but not to that pattern.
 WORD = re.compile(r" ?[A-Za-z]++(?![^\x00-@\[-`{-\x7f])|\s*[\S\x1c-\x1f]+|\s+")
+OF_TOKENIZER = re.compile(r"tok|vocab|\.model$")  # names of files in a directory
 GPT2_PATTERN = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 CACHE_BYTES = 50_000_000  # of words and their tokens; those of 30 MB of English take half as much
 
@@ -57,6 +59,8 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerFast:
     name = str(as_path(name))
     is_local = Path(name).is_dir()
     try:
+        if is_local and not any(map(OF_TOKENIZER.search, os.listdir(name))):
+            raise ValueError("the directory has no file of a tokenizer")
         config = get_tokenizer_config(name, local_files_only=is_local)
         if own_code := config.get("auto_map"):
             raise ValueError(f"it has code of its own, {own_code!s:.60}, which is never run")

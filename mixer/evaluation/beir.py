@@ -3,12 +3,14 @@ which queries; and how good rankings of the documents are. Importing this file t
 
     corpus.jsonl       {"_id": "d1", "title": "A title, or none", "text": "A document."}
     queries.jsonl      {"_id": "q1", "text": "A query."}
-    qrels/SPLIT.tsv    query-id, corpus-id and score (a whole number, the relevance), between tabs
+    qrels/SPLIT.tsv    query-id, corpus-id and score, between tabs: the relevance, a whole number of
+                       at most six digits; 0 and below: judged as not relevant
 """
 
 import csv
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from mixer.common.values import shape_problem
 
 LAYOUT = "a folder in BEIR's layout has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv"
 ROW_SHAPE = {"_id": str, "title": str | None, "text": str, str: object}
+SCORE = re.compile(r"-?\d{1,6}")
 LENGTH = 100  # of a ranking: no measure looks further
 # By query, the grade of each document that was judged: above 0 it is relevant.
 Relevance = dict[str, dict[str, int]]
@@ -54,6 +57,9 @@ def read_collection(folder: Path, split: str) -> Collection:
     what is not there.
     """
     corpus = folder / "corpus.jsonl"
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {problem}: {LAYOUT}")
     queries = folder / "queries.jsonl"
     qrels = folder / "qrels" / f"{split}.tsv"
     for file in (corpus, queries, qrels):
@@ -121,11 +127,12 @@ def _read_relevance(file: Path) -> Relevance:
         try:
             for row in filter(None, rows):
                 is_head = rows.line_num == 1
-                is_judgement = len(row) == 3 and row[2].strip().removeprefix("-").isdecimal()
+                is_judgement = len(row) == 3 and SCORE.fullmatch(row[2].strip()) is not None
                 if is_judgement == is_head:
                     raise UserError(
                         f"{file}, line {rows.line_num} is {' '.join(row)!r:.60}; allowed: first "
-                        "query-id, corpus-id, score, then such as q1, d1, 1, between tabs"
+                        "query-id, corpus-id, score, then such as q1, d1, 1, between tabs; a score "
+                        "is a whole number of at most six digits"
                     )
                 if is_judgement:
                     query, document, score = row

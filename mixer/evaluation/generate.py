@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.hardware import memory_for
+from mixer.common.terminal import counted
 from mixer.data.tokenizer import text_encoder
 from mixer.evaluation.scoring import check_length, choose_device
 
@@ -78,7 +79,7 @@ class Writer:
         check_token(int(ids.max()), self.model, "a prompt")
         length = ids.shape[1]
         new_tokens = self.sampling.new_tokens
-        sizes = f"the prompt has {length} tokens, --new-tokens is {new_tokens}"
+        sizes = f"the prompt has {counted(length, 'token')}, --new-tokens is {new_tokens}"
         check_length(length + new_tokens, self.model, self.checkpoint, sizes)
         return ids
 

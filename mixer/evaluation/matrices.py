@@ -22,7 +22,8 @@ Matrices = dict[str, np.ndarray]  # of a layer, by name
 
 NOTES = (
     f"Effective context: how many of the most recent tokens account for {SHARE:.0%} of |W| in the "
-    "last row. The first plot shows the mean |W| of each diagonal; lag 0 is the token itself."
+    "last row. The first plot shows the mean |W| of each diagonal; lag 0 is the token itself. "
+    "Layers, heads and taps are counted from 1."
 )
 
 
@@ -33,7 +34,7 @@ def write_matrices(checkpoint: Path, output: Path) -> None:
     curves_by_lag = {}  # by the number of the layer
     pictures = ["by_lag.png"]
     with results_locked(output), whole_directory(output) as stage:
-        for number, layer in enumerate(model.model.layers):  # in memory are those of one layer
+        for number, layer in enumerate(model.model.layers, 1):  # in memory are those of one layer
             if matrices := mixing_matrices(layer):  # attention has none
                 pictures.append(f"layer-{number:02d}.png")
                 plot_layer(number, matrices, stage / pictures[-1])
@@ -53,7 +54,7 @@ def write_matrices(checkpoint: Path, output: Path) -> None:
 
 
 def mixing_matrices(layer: nn.Module) -> Matrices:
-    """The matrices of a layer: "W", or such as "W2 head 0 tap 1" where there are several."""
+    """The matrices of a layer: "W", or such as "W2 head 1 tap 2" where there are several."""
     convs = [module for module in layer.modules() if isinstance(module, TriangularConv)]
     matrices = {}
     for number, conv in enumerate(convs, 1):
@@ -63,9 +64,9 @@ def mixing_matrices(layer: nn.Module) -> Matrices:
         for head, tap in np.ndindex(heads, taps):
             name = f"W{number}" if len(convs) > 1 else "W"
             if heads > 1:
-                name += f" head {head}"
+                name += f" head {head + 1}"
             if taps > 1:
-                name += f" tap {tap}"
+                name += f" tap {tap + 1}"
             matrices[name] = weight[head, tap]
     return matrices
 
@@ -127,8 +128,9 @@ def plot_by_lag(curves_by_lag: dict[int, np.ndarray], output: Path) -> None:
     from matplotlib import colormaps
 
     with curves(output, "|W| by lag", "lag (tokens back)", "mean |W|") as axes:
-        for number, curve in curves_by_lag.items():
-            colour = colormaps["viridis"](0.9 * number / max(*curves_by_lag, 1))
+        shades = np.linspace(0, 0.9, len(curves_by_lag))
+        for shade, (number, curve) in zip(shades, curves_by_lag.items(), strict=True):
+            colour = colormaps["viridis"](shade)
             lags = np.arange(len(curve))
             axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
             axes.plot(*log_means(lags, curve), "o-", color=colour, label=f"layer {number}")

@@ -97,9 +97,14 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
             f"such as {model_type}_text: give its text_config as the file"
         )
     for name, value in config.to_dict().items():
-        if ("drop" in name or "jitter" in name) and isinstance(value, float):
+        if is_dropout(name, value):
             setattr(config, name, 0.0)
     return config
+
+
+def is_dropout(name: str, value: Any) -> bool:
+    """Whether an entry of a configuration says how much is dropped at random in training."""
+    return ("drop" in name or "jitter" in name) and isinstance(value, float)
 
 
 def _check_type(model_type: str, values: dict[str, Any]) -> None:
@@ -161,10 +166,32 @@ def has_windows(config: PreTrainedConfig) -> bool:
     return any(windows) or re.search("sliding|chunked|local", layer_types) is not None
 
 
+def check_sizes(model: PreTrainedModel) -> None:
+    """Raises UserError for a model of `architecture=auto` that has a size of 0, or no layers: it
+    would train, but learn next to nothing.
+    """
+    model_type = model.config.model_type
+    for name, weight in model.named_parameters():
+        if not weight.numel():
+            shape = tuple(weight.shape)
+            raise UserError(
+                f"model.config: this {model_type} has {name} of shape {shape}; allowed: sizes of 1 "
+                "or more"
+            )
+    outside = {model.get_output_embeddings()}
+    outside |= {module for module in model.modules() if isinstance(module, nn.Embedding)}
+    inside = [module for module in model.modules() if module not in outside]
+    if all(weight.ndim == 1 for module in inside for weight in module.parameters(recurse=False)):
+        raise UserError(
+            f"model.config: this {model_type} has no layers; allowed: 1 or more (of most models, "
+            "num_hidden_layers)"
+        )
+
+
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Raises UserError for a model of `architecture=auto` that cannot compute a text, or whose
-    logits depend on later tokens: it would learn to copy them.
+    """Raises UserError for a model of `architecture=auto` that cannot compute a text, at least not
+    in finite numbers, or whose logits depend on later tokens: it would learn to copy them.
     """
     config = model.config
     tokens = min(8, config.max_position_embeddings)
@@ -181,6 +208,11 @@ def check_causal(model: PreTrainedModel) -> None:
         raise UserError(f"model.config: this {config.model_type} {problem}") from error
     finally:
         model.train(was_training)
+    if not first.isfinite().all():
+        problem = (
+            f"this {config.model_type} computes numbers that are not finite, before any training"
+        )
+        raise UserError(f"model.config: {problem}: correct the file's numbers")
     if (first - second).abs().max() > 1e-5 * first.abs().max():
         raise UserError(
             f"model.config: this {config.model_type} sees later tokens, as an encoder does; "

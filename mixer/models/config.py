@@ -55,6 +55,9 @@ SHARED = (
 OF_MIXERS = tuple(item.name for item in fields(MixerOptions))
 OF_TRANSFORMERS = (*SHARED, "num_attention_heads")
 OF_AUTO = ("max_position_embeddings", "config")
+# The names of the context in the configurations of transformers (their `attribute_map`).
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+CONTEXT_NAMES += ("context_length",)
 
 
 def unread_options(architecture: str) -> dict[str, Any]:
@@ -105,14 +108,30 @@ def attention_heads(model: ModelConfig) -> int:
     return model.num_attention_heads or max(1, model.hidden_size // 64)
 
 
+def is_of_options(config: dict[str, Any]) -> bool:
+    """Whether the options of the section `model` can describe the model of a config.json: those of
+    a transformer give as many heads of keys as of queries, which share the channels.
+    """
+    if config.get("model_type") not in TRANSFORMERS:
+        return config.get("model_type") == "masked_mixer"
+    heads = config.get("num_attention_heads")
+    size = config.get("head_dim")
+    if config.get("num_key_value_heads") not in (None, heads):
+        return False
+    if not isinstance(size, int) or not isinstance(heads, int):  # then it is the class's default
+        return True
+    return size * heads == config.get("hidden_size")
+
+
 def saved_options(config: dict[str, Any]) -> dict[str, Any]:
     """What `model_config` made a config.json of, or makes one like it of: the options of the
     section `model`, as far as they are there. The backend is the machine's, not the model's.
     """
     architecture = config.get("model_type")
-    if architecture not in (*TRANSFORMERS, "masked_mixer"):
+    if not is_of_options(config):
         saved = {"architecture": "auto", "config": config} if architecture else {}
-        return saved | {name: config[name] for name in OF_AUTO[:1] if name in config}
+        context = next((config[name] for name in CONTEXT_NAMES if name in config), None)
+        return saved if context is None else saved | {"max_position_embeddings": context}
     # By option, its name in config.json.
     if architecture == "masked_mixer":
         saved_names = {name: name for name in OF_MIXERS if name != "mixing_backend"}

@@ -8,16 +8,15 @@ from mixer.common.errors import UserError
 from mixer.common.files import as_path
 from mixer.common.values import read_yaml
 from mixer.reporting.figure import GREY, PLAIN, curves, short_name
-from mixer.reporting.text import SECONDS, read_metrics, series
+from mixer.reporting.text import SECONDS, series
 
 MOST_MEANS = 50  # points of a smoothed curve
 
 
-def plot_training(run: Path, output: Path, published: str | None = None) -> None:
-    """A run's validation loss, and behind it training loss: as logged, and smoothed. published: a
-    file of other runs' losses, such as benchmarks/published.yaml.
+def plot_training(run: Path, lines: list[dict], output: Path, published: str | None = None) -> None:
+    """A run's validation loss, and behind it training loss: as logged, and smoothed. lines: its
+    metrics. published: a file of other runs' losses, such as benchmarks/published.yaml.
     """
-    lines = read_metrics(run)
     steps, losses = series(lines, "loss")
     if not steps:
         raise UserError(f"{run} has no training loss yet: let the run log a step first")
@@ -73,12 +72,13 @@ def smooth(steps: list[int], values: list[float]) -> tuple[list[float], list[flo
     return centres, means
 
 
-def compare_runs(runs: list[str], output: Path) -> list[dict]:
-    """Draws losses by training time, in bits per byte if tokens differ; returns a table's rows."""
+def compare_runs(runs: dict[str, list[dict]], output: Path) -> list[dict]:
+    """Draws losses by training time, in bits per byte if tokens differ; returns a table's rows.
+    runs: the lines of their metrics, by name.
+    """
     rows = []
     drawn = []  # (name, seconds, losses, bits) of each run
-    for name in runs:
-        lines = read_metrics(name)
+    for name, lines in runs.items():
         steps, losses = without_start(*series(lines, "validation_loss"))
         if not steps:
             raise UserError(f"{name} has no validation loss yet: see train.eval_every")

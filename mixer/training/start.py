@@ -1,5 +1,6 @@
 """What a run starts with: its data, its model and its optimizer, new or from a checkpoint."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.checkpoints import restore
-from mixer.checkpoints.checkpoint import find_resume, remove_partial
+from mixer.checkpoints.checkpoint import all_checkpoints, find_resume, remove_partial
 from mixer.checkpoints.settings import changed_settings, in_words, new_record
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
@@ -20,7 +21,7 @@ from mixer.common.hardware import lacks_bf16
 from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
 from mixer.distributed.world import World
-from mixer.models.architecture import blocks_of, check_causal, model_config, new_model
+from mixer.models.architecture import blocks_of, check_causal, check_sizes, model_config, new_model
 from mixer.objectives.objective import Loss
 from mixer.training.config import RunConfig, used_configuration
 from mixer.training.optim import build_optimizer, jump_of_rate
@@ -78,6 +79,19 @@ def check_run(run: RunConfig, world: World) -> None:
             "auto, dense"
         )
     check_model(run)
+    if not (as_path(run.data.directory) / "manifest.json").is_file():
+        check_weights(run, world)
+
+
+def check_weights(run: RunConfig, world: World) -> None:
+    """Raises UserError for a checkpoint that the run cannot begin from, or go on from. It comes
+    before the data is prepared, which may take hours.
+    """
+    if run.checkpoint.resume != "auto" or all_checkpoints(run.directory):
+        if world.is_main:
+            find_resume(run.directory, run.checkpoint.resume, say=lambda line: None)
+    elif run.train.init_from:
+        restore.check_start(as_path(run.train.init_from), run.model, run.data)
 
 
 def check_model(run: RunConfig) -> None:
@@ -86,11 +100,13 @@ def check_model(run: RunConfig) -> None:
         return
     config = model_config(run.model, run.data.vocab_size, eos_token_id=None)
     try:
-        with torch.device("meta"):
+        # Of sizes of 0, which are refused below.
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             model = new_model(config)
     except Exception as error:  # each model raises its own kinds
         problem = f"{config.model_type} cannot be built: {first_line(error)}"
         raise UserError(f"model.config: {problem}") from None
+    check_sizes(model)
     if run.train.recompute == "block" and not model.supports_gradient_checkpointing:
         raise UserError(
             f"train.recompute = block, which {config.model_type} does not have; allowed: none"

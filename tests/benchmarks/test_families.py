@@ -85,5 +85,17 @@ def test_a_cache_that_fails_leaves_the_other_one(results, tmp_path, monkeypatch)
 def test_a_plan_that_kept_nothing_is_refused(tmp_path, monkeypatch):
     (tmp_path / "plan.json").write_text('{"runs": {"a": {"validation_loss": 3.0}}}')
     monkeypatch.setattr("sys.argv", ["families.py", str(tmp_path / "plan.json"), "--output", "x"])
-    with pytest.raises(UserError, match="plan.json has no checkpoints: give the plan keep_"):
+    with pytest.raises(UserError, match="has no checkpoint of a run .* loss: give the plan keep_"):
         families.main()
+
+
+def test_runs_without_a_loss_are_left_out_in_a_line(results, tmp_path, capsys):
+    runs = json.loads(results.read_text())["runs"]
+    del runs["Qwen3"]["validation_loss"]
+    del runs["mixer, seed 1"]["validation_loss"]
+    (tmp_path / "plan.json").write_text(json.dumps({"runs": runs}))
+    rows = families.kept(tmp_path / "plan.json")
+    assert {name: row["seeds"] for name, row in rows.items()} == {"mixer": 1}
+    said = capsys.readouterr().err
+    assert "Qwen3 is left out: it has no validation_loss\n" in said
+    assert "diverged is left out: " in said and "is not finite" in said

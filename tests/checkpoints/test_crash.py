@@ -53,13 +53,13 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_replaced(
     good = (finished / "step-12/model.safetensors").read_bytes()
     harm(finished / "step-12")
     for run in (finished, finished.parent / "new"):
-        with pytest.raises(UserError, match=f"can be used .*step-12: .*{named}.*give another"):
+        with pytest.raises(UserError, match=f"not be used .*step-12: .*{named}.*give another"):
             find_resume(run, str(finished / "step-12"))
     lines = []
     assert find_resume(finished, "auto", lines.append) == finished / "step-8"
     assert len(lines) == 1 and re.search(named, lines[0])
     harm_only = shutil.copytree(finished / "step-12", finished.parent / "other/step-12")
-    with pytest.raises(UserError, match="none of 1 checkpoint.* can be used .*choose another name"):
+    with pytest.raises(UserError, match="the checkpoint cannot be used .*choose another name"):
         find_resume(harm_only.parent, "auto", lines.append)
     if harm is flip_a_bit:  # and once through the whole of train.py
         output = launch("--config", write_config()).succeed()

@@ -7,7 +7,13 @@ import shutil
 import pytest
 from runs import read_lines, read_losses, refusal
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from mixer.checkpoints.export import export
 from mixer.common.errors import UserError
@@ -70,6 +76,31 @@ def test_a_run_starts_from_a_llama_of_the_hub(write_config, finished, tmp_path):
     assert all((written[name] == weight).all() for name, weight in weights.items())
 
 
+@pytest.mark.parametrize("kind", ["GPT-2", "grouped queries"])
+def test_a_run_starts_from_models_that_no_options_describe(kind, write_config, finished, tmp_path):
+    """GPT-2 has another name for its context, and dropout, which training leaves out."""
+    tokenizer = AutoTokenizer.from_pretrained(finished / "step-12")
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    if kind == "GPT-2":
+        sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **ids))
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e5}
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=16, **sizes, **ids))
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    start = [f"train.init_from={source}", "name=tuned", "optim.lr=0", "optim.warmup_steps=0"]
+    start += [f"data.tokenizer={source}", f"data.directory={tmp_path / 'data'}"]
+    config = str(write_config(model={}))
+    train(load_config(config, [*start, "train.steps=1"]))
+    weights = load_file(source / "model.safetensors")
+    trained = train(load_config(config, [*start, "train.steps=2"])).state_dict()
+    assert all((trained[name] == weight).all() for name, weight in weights.items())
+    assert trained.keys() - weights.keys() <= {"lm_head.weight"}  # tied
+
+
 @pytest.mark.parametrize("model", [{}, MIXER, {"architecture": "qwen3"}], ids=str)
 def test_the_options_of_the_model_come_from_the_checkpoint_by_themselves(
     model, write_config, tmp_path, capsys
@@ -109,6 +140,26 @@ def test_weights_that_are_not_there_are_refused_with_the_options(write_config, f
     ):
         with pytest.raises(UserError, match=f"^train.init_from: .*{said}"):
             load_config(str(write_config(model={})), [f"train.init_from={given}", "name=tuned"])
+
+
+def test_what_cannot_fit_is_refused_before_the_text_is_read(write_config, finished, tmp_path):
+    data = f"data.directory={tmp_path / 'data'}"
+    start = [f"train.init_from={finished / 'step-12'}", "name=tuned", data, "data.path=/none"]
+    other = tmp_path / "other"
+    shutil.copytree(finished / "step-12", other)
+    swap_merges(other)
+    for overrides, problem in (
+        (["model.hidden_size=64"], "hidden_size is 32 in the checkpoint, now 64"),
+        (["model.architecture=llama"], "model_type is 'masked_mixer' in the checkpoint, now 'llam"),
+        (["data.vocab_size=300"], "vocab_size is 400 in the checkpoint, now 300"),
+        ([f"data.tokenizer={other}"], "has another tokenizer than the data; set data.tokenizer="),
+        (["data.tokenizer=/none"], "tokenizer '/none' cannot be read"),
+        (["checkpoint.resume=/none"], "the checkpoint cannot be used ./none: there is no such"),
+        ([f"checkpoint.resume={finished}"], "is a run, not a checkpoint: give"),
+    ):
+        said = refusal(write_config(), *start, "data.source=text", *overrides)
+        assert re.search(problem, said)
+    assert not (tmp_path / "data").exists() and not (tmp_path / "runs/tuned").exists()
 
 
 def swap_merges(source) -> None:

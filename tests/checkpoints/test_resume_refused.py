@@ -52,8 +52,8 @@ def test_another_optimizer_is_refused_naming_its_key_and_the_checkpoints_value(
     write_config, finished
 ):
     before = state_files(finished)
-    said = refusal(write_config(), "optim.name=muon")
-    assert "state of another optimizer: optim.name = muon (was adamw)" in said
+    said = refusal(write_config(), "optim.name=muon", "train.steps=20")
+    assert "state of another optimizer: optim.name = muon (was adamw); restore it" in said
     assert state_files(finished) == before
 
 

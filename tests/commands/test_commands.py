@@ -91,6 +91,8 @@ MISTAKES = [
     ("eval --checkpoint {model} --text none", "'none' does not exist"),
     ("eval --checkpoint {model} --data docs", "docs has no manifest.json"),
     ("eval --checkpoint {model} --retrieval docs", "corpus.jsonl is missing: a folder in BEIR"),
+    ("export {model} --output new --license=", "--license ''; allowed: a name without spaces"),
+    ("eval --checkpoint {model} --retrieval README.md", "README.md is a file: a folder in BEIR"),
     ("eval --checkpoint {model} --text README.md --split test2", "--split is given, which"),
     ("eval --checkpoint {model} --text README.md --output README.md", "is not a directory"),
     ("generate --checkpoint none --prompt a", "checkpoint none: there is no such directory"),

@@ -393,14 +393,34 @@ KINDS = {"common": {}, "seconds": 1, "kinds": {"a": {512: {}}}}
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [{}, {"runs": {"a": {}}}, {"common": {}, "runs": {}}, {"common": {}, "kinds": {"a": {512: {}}}}]
-    + [KINDS | {"rates": [1e-3]}, KINDS | {"runs": {"b": {}}}, KINDS | {"kinds": {"a": {}}}]
-    + [KINDS | {"rates": [], "sweep_share": 0.5}],
+    ("plan", "said"),
+    [
+        ({}, "has neither `runs` nor `kinds`; allowed: `common` and `runs`, or `common`, `second"),
+        ({"common": {}, "runs": {}}, "has neither `runs` nor `kinds`"),
+        (KINDS | {"runs": {"b": {}}}, "has both `runs` and `kinds`"),
+        ({"runs": {"a": {}}}, "has no `common`"),
+        ({"common": {}, "kinds": {"a": {512: {}}}}, "has no `seconds`"),
+        (KINDS | {"kinds": {"b": {}}}, "the plan.kinds.b = {}; allowed: one or more sizes"),
+        (KINDS | {"rates": [1e-3]}, "has one of `rates` and `sweep_share`; allowed: both"),
+        (KINDS | {"rates": [], "sweep_share": 0.5}, r"the plan.rates = \[\]; allowed: one or"),
+    ],
 )
-def test_an_incomplete_plan_is_refused(plan):
-    with pytest.raises(UserError, match="the plan is incomplete; allowed: `common`"):
+def test_an_incomplete_plan_is_refused_with_what_it_lacks(plan, said):
+    with pytest.raises(UserError, match=said):
         jobs_of(plan, {}, [], {})
+
+
+def test_what_a_size_or_a_run_has_wrong_begins_with_its_name():
+    for entry, said in (
+        ({"model.hidden_sizze": 3}, "mixer small: 1 problem .*\n.*unknown key model.hidden_sizze"),
+        ({"recipe": "none.yaml"}, "mixer small: no configuration file none.yaml"),
+        ({"model.config": "none.json"}, "mixer small: none.json cannot be read"),
+    ):
+        plan = KINDS | {"kinds": {"mixer": {"large": {}, "small": entry}}}
+        with pytest.raises(UserError, match=f"^{said}"):
+            jobs_of(plan, {}, [], {})
+        with pytest.raises(UserError, match=f"^{said}"):
+            jobs_of({"common": {}, "runs": {"b": {}, "mixer small": entry}}, {}, [], {})
 
 
 @pytest.mark.parametrize(
@@ -411,18 +431,21 @@ def test_an_incomplete_plan_is_refused(plan):
         ({"runs": None}, "the plan.runs = None; allowed: keys with values"),
         ({"runs": {"b": 3}}, "the plan.runs.b = 3; allowed: keys with values or null"),
         ({"kinds": {512: {"a": {}}}}, "the plan.kinds has the key 512; allowed: text in quotes"),
-        ({"kinds": {"a": {512: {1: 2}}}}, "the plan's 512 has the key 1; allowed: text"),
-        ({"kinds": {"a": {512: {"recipe": 3}}}}, "the plan's 512.recipe = 3; allowed: text"),
+        ({"kinds": {"a": {512: {1: 2}}}}, "plan.kinds.a.512 has the key 1; allowed: text"),
+        ({"kinds": {"a": {512: {"recipe": 3}}}}, "plan.kinds.a.512.recipe = 3; allowed"),
         ({"seconds": "x"}, "the plan.seconds = 'x'; allowed: a finite number"),
-        ({"seconds": -1}, "the plan has -1 as a time or a rate; allowed: above 0"),
-        ({"kinds": {"a": {512: {"seconds": 20}}}}, "the plan's 512.seconds = 20; allowed: a list"),
-        ({"kinds": {"a": {512: {"seconds": [9, 0]}}}}, "the plan has 0 as a time or a rate;"),
-        ({"kinds": {"a": {512: {"seconds": []}}}}, "the plan's 512 has seconds: ..; allowed: one"),
+        ({"seconds": -1}, "the plan.seconds has -1; allowed: above 0"),
+        ({"kinds": {"a": {512: {"seconds": 20}}}}, "plan.kinds.a.512.seconds = 20; allowed: a"),
+        (
+            {"kinds": {"a": {512: {"seconds": [9, 0]}}}},
+            "kinds.a.512.seconds has 0; allowed: above 0",
+        ),
+        ({"kinds": {"a": {512: {"seconds": []}}}}, "kinds.a.512.seconds = ..; allowed: one"),
         (
             {"kinds": {"a": {512: {"seconds": [15, 60]}}}, "rates": [1e-3], "sweep_share": 0.25},
             "a time twice: 15 s is the time of a sweep",
         ),
-        ({"seconds_of_best": [0]}, "the plan has 0 as a time or a rate; allowed: above 0"),
+        ({"seconds_of_best": [0]}, "the plan.seconds_of_best has 0; allowed: above 0"),
         ({"rates": [1e-3], "sweep_share": 2}, "the plan.sweep_share = 2; allowed: above 0, below"),
         ({"seeds": ["x"]}, r"the plan.seeds\[0\] = 'x'; allowed: a whole number"),
         ({"seeds": [-1]}, "seed = -1; allowed: a whole number, 0 or more"),
@@ -472,6 +495,17 @@ def test_results_that_were_cut_are_refused(row, said, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"runs": {"a": ROW, "b": row}}))
     with pytest.raises(UserError, match=f"a.json is damaged .{said}.*: give another --output"):
         study.Study(tmp_path / "a", {}, "command", "commit")
+
+
+def test_a_comparison_for_a_time_that_goes_on_at_another_rate_is_refused():
+    plan = KINDS | {"common": {"optim.lr": 1e-3}}
+    model = Run("a 512", plan["common"], {"kind": "a", "size": "512"})
+    run = model.timed(1.0, 1e-3, 5)
+    results = {run.name: ROW | run.identity | {"settings": run.settings}}
+    jobs_of(plan, {}, [], results)
+    with pytest.raises(UserError, match="the results have 'a 512, 1 s.*optim.lr 0.001, not 0.002"):
+        jobs_of(plan, {"optim.lr": 2e-3}, [], results)
+    jobs_of(plan | {"rates": [2e-3], "sweep_share": 0.5}, {}, [], results)
 
 
 def test_a_comparison_that_goes_on_after_its_text_was_changed_is_refused(train, tmp_path):

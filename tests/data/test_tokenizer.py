@@ -200,7 +200,7 @@ def test_code_of_a_tokenizer_is_refused_by_name_and_never_run(tmp_path, monkeypa
 def test_what_a_tokenizer_lacks_is_said_in_one_line(tmp_path):
     folder = tmp_path / "tok"
     saved(folder)
-    for other in ("json", "model"):
+    for other in ("json", "model", "none"):
         (tmp_path / other).mkdir()
     (folder / "tokenizer.json").rename(tmp_path / "json/tokenizer.json")
     (tmp_path / "model/tokenizer.model").write_bytes(b"of sentencepiece")
@@ -209,6 +209,7 @@ def test_what_a_tokenizer_lacks_is_said_in_one_line(tmp_path):
         "json": "has no EOS token.*: name it in its tokenizer_config.json",
         "model": "needs a package: pip install sentencepiece",
         "tok": "give the name of a hub .* or a directory with tokenizer.json",
+        "none": "the directory has no file of a tokenizer; give",
         "nowhere/at/all": "cannot be read: .*; give the name of a hub repo",
     }
     for name, problem in problems.items():

@@ -236,6 +236,7 @@ def test_what_is_no_checkpoint_is_named_with_what_it_lacks(run, tmp_path):
             evaluate(tmp_path)
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
     for name, problem in {
+        "": "is a folder of runs, not a checkpoint: give .*/demo/step-7$",
         "demo": "demo is a run, not a checkpoint: give .*/demo/step-7$",
         "demo/step-70": "step-70: there is no such directory; give .*/demo/step-7$",
         "dem/step-7": "there is no such directory, nor .*/dem; give RUN/best or RUN/step-N$",

@@ -202,6 +202,16 @@ BROKEN = {  # the file, what is changed in it, and what is said
         ("q2\tq2\t1", "q1\td1\t0"),
         "line 3 judges 'd1' for 'q1' again",
     ),
+    "huge": (
+        "qrels/dev.tsv",
+        ("\t1", "\t1" + 320 * "0"),
+        "line 2 is .*whole number of at most six",
+    ),
+    "nan": (
+        "qrels/dev.tsv",
+        ("d4\t1", "d4\tnan"),
+        "line 2 is 'q4 d4 nan'; allowed: .* at most six",
+    ),
     "nothing": ("qrels/dev.tsv", ("q4\td4\t1", "q4\td4\t0"), "judges no document as relevant"),
     "empty": ("qrels/dev.tsv", ("q4\td4\t1\n", ""), "dev.tsv judges no document"),
 }

@@ -1,6 +1,7 @@
 """Any causal language model of transformers trains, resumes and is compared, by its config.json."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -231,6 +232,10 @@ def test_types_of_flash_linear_attention_are_known_where_it_is_installed(monkeyp
         ("mamba2", {"num_heads": 3}, "mamba2 refuses it: .*must equal num_heads"),
         ("lfm2", {"layer_types": ["conv"]}, "lfm2 "),
         ("gpt2", {"n_head": 3}, "gpt2 cannot be built: .*divisible by num_heads"),
+        ("gpt2", {"n_layer": 0}, "this gpt2 has no layers; allowed: 1 or more"),
+        ("mamba", {"num_hidden_layers": 0}, "this mamba has no layers; allowed: 1 or more"),
+        ("lfm2", {"intermediate_size": 0}, "this lfm2 has .*weight of shape .*0.*; allowed: sizes"),
+        ("lfm2", {"norm_eps": math.nan}, "this lfm2 computes numbers that are not finite, before"),
         ("bert", {}, "this bert sees later tokens, as an encoder does; allowed: a causal model"),
     ],
 )

@@ -398,6 +398,23 @@ def test_in_a_terminal_each_line_that_is_typed_is_continued(checkpoint, monkeypa
         main(["--checkpoint", str(checkpoint)])
 
 
+def test_a_terminal_gets_no_control_characters_of_a_text(checkpoint, monkeypatch, capsys):
+    def write() -> None:
+        prompt = "a\x1b[2J\r\x9b\x7f\tb\nc é"
+        main(["--checkpoint", str(checkpoint), "--new-tokens", "40", "--prompt", prompt])
+
+    write()
+    whole = capsys.readouterr().out
+    assert whole.startswith("a\x1b[2J\r\x9b\x7f\tb\nc é")  # into files and pipes as it is
+    ours, theirs = pty.openpty()
+    with open(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        write()
+        shown = os.read(ours, 10_000).decode().replace("\r\n", "\n")
+    assert shown.startswith(r"a\x1b[2J\r\x9b\x7f" + "\tb\nc é")
+    assert {character for character in shown if not character.isprintable()} <= {"\n", "\t"}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_path, temperature):
     """Also with a model that ignores attention_mask, and with a tokenizer that cannot pad."""

@@ -54,9 +54,12 @@ def test_the_command_writes_an_index_and_a_page_for_each_layer(tmp_path):
     assert printed.strip().splitlines()[-1] == str(index)
     text = index.read_text()
     first = tables(text)[0]
-    assert [row[:2] for row in first].count(["0", "W2 tap 1"]) == 1
-    assert {row[0] for row in first[1:]} == {"0", "1"}  # two layers
-    for page in ("layer-00.png", "layer-01.png", "by_lag.png"):
+    assert [row[:2] for row in first].count(["1", "W2 tap 2"]) == 1
+    assert {row[0] for row in first[1:]} == {
+        "1",
+        "2",
+    }  # two layers, as model.mixer_keyed_blocks counts them
+    for page in ("layer-01.png", "layer-02.png", "by_lag.png"):
         assert f"]({page})" in text
         assert_png(index.parent / page)
 
@@ -91,7 +94,7 @@ def test_attention_has_no_matrices(every, tmp_path):
             main(command)
     else:
         main(command)
-        assert "](layer-01.png)" not in (tmp_path / "inspect-step-2/index.md").read_text()
+        assert "](layer-02.png)" not in (tmp_path / "inspect-step-2/index.md").read_text()
 
 
 def test_what_has_no_matrices_is_refused(tmp_path):

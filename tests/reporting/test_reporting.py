@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from pictures import assert_png
 
 from mixer.commands import compare, convert, curves, doctor, eval, inspect, train
+from mixer.commands.curves import main as plot
 from mixer.common.errors import UserError
 from mixer.comparison import report as comparison_report
 from mixer.evaluation.config import EvalOptions
@@ -62,7 +63,7 @@ def drawn_lines(axes) -> dict[str, tuple[list, list]]:
 
 def test_a_runs_picture_has_its_losses(tmp_path, drawn):
     run = write_metrics(tmp_path / "demo")
-    plot_training(run, run / "training.png")
+    plot_training(run, read_metrics(run), run / "training.png")
     (axes,) = drawn[0].axes
     shown = [curve for name, curve in drawn_lines(axes).items() if not name.startswith("_")]
     assert shown[0] == (STEPS, losses(0.0))
@@ -105,8 +106,8 @@ def evaluated(label: str, losses: list) -> dict:
 
 
 DRAW = {
-    "training": lambda run, file: plot_training(run, file),
-    "comparison": lambda run, file: compare_runs([str(run)], file),
+    "training": lambda run, file: plot_training(run, read_metrics(run), file),
+    "comparison": lambda run, file: compare_runs({str(run): read_metrics(run)}, file),
     "position": lambda run, file: plot_loss_by_position([evaluated(run.name, losses(0))], file),
     "rising": lambda run, file: plot_loss_by_position([evaluated(run.name, STEPS)], file),
 }
@@ -252,8 +253,10 @@ def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path, capsys):
     lines = [good[0], *DAMAGED, b"", good[1], b'{"step": 4']  # the last one is being written
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     assert read_metrics(tmp_path) == [*map(json.loads, good)]
-    (said,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} lines, no JSON object" in said
+    plot([str(tmp_path)])
+    said = capsys.readouterr().err.splitlines()
+    line = f"{tmp_path / 'metrics.jsonl'}: left out {len(DAMAGED)} lines, no JSON object"
+    assert len(said) == 2 and all(line in each for each in said)  # once each time it is read
 
 
 def test_what_commands_print_fits_into_the_terminal_and_reports_into_100_columns(
