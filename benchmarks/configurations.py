@@ -3,7 +3,8 @@
     python benchmarks/configurations.py --output benchmarks/results/configurations_h200
 
 Writes PATH.md, from results of other benchmarks and from the estimate that a run prints before its
-first step. Measured memory is the most that tensors took.
+first step. Memory is the most that PyTorch reserved, or in older runs (recipe, h200) used, in units
+of 2^30 bytes; the time is that of all steps on one GPU at the measured speed.
 """
 
 from pathlib import Path
@@ -20,14 +21,14 @@ from mixer.training.config import RunConfig, load_config
 from mixer.training.estimate import needed_gb
 
 RESULTS = Path(__file__).parent / "results"
-# The file of results and the run of each configuration.
+# The file of results and the run of each file in configs/.
 RUNS = {
     "attention": ("minute_512_h200", "attention in 3 of 8 blocks, mixing in the MLP"),
     "keyed": ("today_512_h200", "keyed in some blocks, shifted keys 512, 300 s, lr 0.002"),
     "recipe": ("recipe_512_h200", "recipe, 480 steps"),
-    "h200, the paper's": ("recipe_512_h200", "paper"),
+    "h200": ("recipe_512_h200", "paper"),
 }
-HEAD = ["configuration", "parameters, M", "memory, GB"]
+HEAD = ["configuration", "parameters, M", "memory, GB", "tokens, M", "minutes"]
 # Larger models of the recipe: hidden size and blocks. And on how many GPUs.
 SIZES = ((1024, 16), (2048, 16), (2048, 24), (3072, 24), (4096, 24), (4096, 48))
 GPUS = (1, 2, 4, 8)
@@ -57,9 +58,18 @@ def main() -> None:
 def measured_rows() -> list[list[str]]:
     rows = []
     for configuration, (file, name) in RUNS.items():
-        run = read_json(RESULTS / f"{file}.json", "keep the results")["runs"][name]
-        memory = f"{run['peak_memory_gb']:.1f}"
-        rows.append([configuration, f"{run['parameters'] / 1e6:.1f}", memory])
+        measured = read_json(RESULTS / f"{file}.json", "keep the results")["runs"][name]
+        run = load_config(str(ROOT / f"configs/{configuration}.yaml"), [])
+        tokens = run.train.steps * run.train.batch_size * run.model.max_position_embeddings
+        rows.append(
+            [
+                configuration,
+                f"{measured['parameters'] / 1e6:.1f}",
+                f"{measured['peak_memory_gb']:.1f}",
+                f"{tokens / 1e6:,.0f}",
+                f"{tokens / measured['tokens_per_second'] / 60:,.0f}",
+            ]
+        )
     return rows
 
 

@@ -1,10 +1,9 @@
-"""The tables of README's verdict, from the results of benchmarks/plans/minute.yaml and today.yaml.
+"""The tables of README's verdict, from the results of several plans.
 
-    python benchmarks/verdict.py benchmarks/results/minute_512_h200.json \
-        benchmarks/results/today_512_h200.json --output PATH
+    python benchmarks/verdict.py --output benchmarks/results/verdict_512_h200
 
 Writes PATH.md. Each row is the mean over the seeds of one model at its best rate; losses are in
-nats a token, and compared with those of the transformer after as many seconds.
+nats a token, and compared with that of the table's first row.
 """
 
 import re
@@ -16,23 +15,66 @@ from saving import file_of, markdown, parser_of
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import read_json, write_text
 
-# By seconds of training: what README calls a model, and its first run. The transformer comes first.
+RESULTS = Path(__file__).parent / "results"
 ATTENTION = "attention in some blocks, rich keys 512"
 KEYED = "keyed in some blocks, shifted keys 512"
-MODELS = {
-    60: {
-        "Qwen3-style transformer": "Qwen3-style transformer",
-        "mixing in the MLP, attention": "attention in 3 of 8 blocks, mixing in the MLP",
-        "plain mixing, attention": f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
-        "plain mixing, keyed mixing": f"{KEYED}, every second of 8, 60 s, lr 0.004",
-        "gated mixing, suffix match": "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
-        "mixing in the MLP, suffix match": "plain, mixing in the MLP",
+TRANSFORMER = "Qwen3-style transformer"
+IN_MLP = "attention in 3 of 8 blocks, mixing in the MLP"
+WIDE = "attention in 2 of 5 wide blocks, mixing in the MLP"
+# By title: what README calls a model, its file of results and its first run.
+TABLES = {
+    "Books, 60 s": {
+        "Qwen3-style transformer": ("minute_512_h200", TRANSFORMER),
+        "mixing in the MLP, attention": ("minute_512_h200", IN_MLP),
+        "plain mixing, attention": (
+            "today_512_h200",
+            f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
+        ),
+        "plain mixing, keyed mixing": (
+            "today_512_h200",
+            f"{KEYED}, every second of 8, 60 s, lr 0.004",
+        ),
+        "gated mixing, suffix match": (
+            "today_512_h200",
+            "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
+        ),
+        "mixing in the MLP, suffix match": ("minute_512_h200", "plain, mixing in the MLP"),
     },
-    300: {
-        "Qwen3-style transformer": "Qwen3 512, shifted keys, weight decay 0.1, 300 s, lr 0.002",
-        "plain mixing, attention": f"{ATTENTION}, 300 s, lr 0.002",
-        "plain mixing, keyed mixing": f"{KEYED}, 300 s, lr 0.002",
-        "gated mixing, suffix match": "gated 512, suffix match, 12 blocks, 300 s, lr 0.002",
+    "Books, 300 s": {
+        "Qwen3-style transformer": (
+            "today_512_h200",
+            "Qwen3 512, shifted keys, weight decay 0.1, 300 s, lr 0.002",
+        ),
+        "plain mixing, attention": ("today_512_h200", f"{ATTENTION}, 300 s, lr 0.002"),
+        "plain mixing, keyed mixing": ("today_512_h200", f"{KEYED}, 300 s, lr 0.002"),
+        "gated mixing, suffix match": (
+            "today_512_h200",
+            "gated 512, suffix match, 12 blocks, 300 s, lr 0.002",
+        ),
+    },
+    "Code, 60 s": {
+        "code: Qwen3-style transformer": ("minute_code_512_h200", TRANSFORMER),
+        "code: the same on another host": (
+            "today_code_512_h200",
+            "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
+        ),
+        "code: mixing in the MLP, attention": ("minute_code_512_h200", IN_MLP),
+        "code: plain mixing, attention, another host": (
+            "today_code_512_h200",
+            f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
+        ),
+        "code: gated mixing, suffix match, another host": (
+            "today_code_512_h200",
+            "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
+        ),
+    },
+    "Books at 2048 tokens, 60 s": {
+        "2048: Qwen3-style transformer": ("minute_2048_h200", TRANSFORMER),
+        "2048: the same on another host": (
+            "today_2048_h200",
+            "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
+        ),
+        "2048: mixing in the MLP, attention": ("minute_2048_h200", WIDE),
     },
 }
 HEAD = ["model", "of its blocks", "window", "parameters, M", "tokens, M", "seconds", "loss"]
@@ -40,33 +82,30 @@ HEAD += ["to the transformer", "seeds"]
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of the results")
-    options = parser.parse_args()
-    runs = {}
-    for file in options.results:
-        remedy = "name results of minute.yaml and today.yaml"
-        runs |= read_json(file, remedy, required={"runs": {str: dict}})["runs"]
-    sections = [f"## {seconds} s\n\n{table(runs, models)}" for seconds, models in MODELS.items()]
-    files = " and ".join(f"[{file.name}]({file.name})" for file in options.results)
-    source = f"From {files}, which have hardware and commits."
+    options = parser_of(__doc__).parse_args()
+    files = dict.fromkeys(file for models in TABLES.values() for file, _ in models.values())
+    results = {
+        file: read_json(RESULTS / f"{file}.json", "keep it", required={"runs": {str: dict}})
+        for file in files
+    }
+    sections = [f"## {title}\n\n{table(models, results)}" for title, models in TABLES.items()]
+    listed = ", ".join(f"[{file}.json]({file}.json)" for file in files)
+    source = f"From {listed}, which have hardware and commits."
     text = "\n\n".join(["# Models at equal training time: the verdict", *sections, source]) + "\n"
     write_text(file_of(options.output, ".md"), text)
     print(text)
 
 
-def table(runs: dict[str, dict], models: dict[str, str]) -> str:
+def table(models: dict[str, tuple[str, str]], results: dict[str, dict]) -> str:
     rows, transformer_loss = [], None
-    for model, run in models.items():
+    for model, (file, run) in models.items():
         seeds = [
             row
-            for name, row in runs.items()
+            for name, row in results[file]["runs"].items()
             if re.fullmatch(rf"{re.escape(run)}(, seed \d+)?", name) and "validation_loss" in row
         ]
         if not seeds:
-            raise UserError(
-                f"no run {run!r} has a loss: name results of minute.yaml and today.yaml"
-            )
+            raise UserError(f"no run {run!r} of {file}.json has a loss: train it again")
         loss = mean(row["validation_loss"] for row in seeds)
         transformer_loss = transformer_loss or loss
         rows.append(

@@ -13,9 +13,11 @@ HERE = Path(__file__).parent
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
+PURPLE = "#CC79A7"
 PALE_BLUE = "#cfe4f2"
 PALE_ORANGE = "#f9dcc8"
 PALE_GREEN = "#cdebe0"
+PALE_PURPLE = "#f3dfea"
 GREY = "#d9d9d9"
 INK = "#222222"
 matplotlib.rcParams.update({"font.size": 11, "text.color": INK, "mathtext.fontset": "cm"})
@@ -284,7 +286,7 @@ def model():
     lines(axes, [(x, 2.38), (x, 6.2)])
     middle = half_block(axes, x, 2.85, [("LayerNorm", "white"), ("token mixing", PALE_BLUE)])
     half_block(
-        axes, x, middle + 0.34, [("LayerNorm", "white"), ("Linear, GELU, Linear", PALE_ORANGE)]
+        axes, x, middle + 0.34, [("LayerNorm", "white"), ("MLP", PALE_ORANGE)]
     )
     arrow(axes, (x, 6.0), (x, 6.22))
     box(axes, x - 0.95, 6.22, 1.9, 0.38, "lm_head", PALE_GREEN)
@@ -293,7 +295,7 @@ def model():
     axes.text(x + 1.1, 1.51, "(batch, tokens)", fontsize=10, **beside)
     axes.text(x + 1.1, 2.19, "(batch, tokens, channels)", fontsize=10, **beside)
     axes.text(x + 1.1, 1.94, "suffix_match", fontsize=9, family="monospace", **beside)
-    axes.text(x + 2.05, 1.94, "adds what followed", fontsize=9, **beside)
+    axes.text(x + 2.05, 1.94, "adds what followed it", fontsize=9, **beside)
     draw_stack(axes, 0.62, 0.62)
 
     title = "Token mixing, five ways"
@@ -303,7 +305,7 @@ def model():
     variant(axes, 3.44, "heads", "num_mixer_heads", "a $W$ per head; plain: no Linear", draw_heads)
     gates = "$k$ gates what goes in, $q$ what comes out"
     variant(axes, 2.30, "gated", "mixer_gate", gates, draw_gated)
-    keyed = r"$W$ times softmax$(q\cdot k)$; attention: no $W$"
+    keyed = r"$W \odot$ softmax$(q\cdot k)$; attention: no $W$"
     variant(axes, 1.16, "keyed", "mixer_key_size", keyed, draw_keyed)
     mixing = r"x \leftarrow x + \mathrm{mix}(\mathrm{LN}(x))"
     mlp = r"x \leftarrow x + \mathrm{MLP}(\mathrm{LN}(x))"
@@ -319,7 +321,7 @@ def draw_stack(axes, x, y):
     side = 0.36
     for number in range(8):
         has_keys = number + 1 in (5, 7, 8)
-        face, edge = (PALE_ORANGE, ORANGE) if has_keys else (PALE_BLUE, BLUE)
+        face, edge = (PALE_PURPLE, PURPLE) if has_keys else (PALE_BLUE, BLUE)
         left = x + number * (side + 0.16)
         if number:
             lines(axes, [(left - 0.16, y + side / 2), (left, y + side / 2)])
@@ -328,7 +330,7 @@ def draw_stack(axes, x, y):
         )
     note = {"ha": "left", "va": "center", "fontsize": 9, "color": "#666666"}
     axes.text(x, y - 0.2, "mixer_keyed_blocks=[5,7,8]", family="monospace", **note)
-    axes.text(x + 2.2, y - 0.2, "attention or keyed mixing", **note)
+    axes.text(x + 2.2, y - 0.2, "pink: attention or keyed mixing", **note)
 
 
 def variant(axes, y, name, option, caption, draw):

@@ -132,7 +132,7 @@ def plot_by_lag(curves_by_lag: dict[int, np.ndarray], output: Path) -> None:
         for shade, (number, curve) in zip(shades, curves_by_lag.items(), strict=True):
             colour = colormaps["viridis"](shade)
             lags = np.arange(len(curve))
-            axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2)
+            axes.plot(lags, curve, color=colour, linewidth=0.7, alpha=0.2, scaley=False)
             axes.plot(*log_means(lags, curve), "o-", color=colour, label=f"layer {number}")
         axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
         axes.set_xlim(left=0)
