@@ -236,6 +236,7 @@ def plot_speedups(result: dict, path: Path) -> Path:
     from mixer.reporting.figure import COLOURS, new_figure
 
     hatches = {"dense": "", "Conv1d": "//", "panels": "..", "compiled": "xx"}
+    colours = dict(zip(hatches, COLOURS, strict=False))
     shown = [operation for operation in SPEEDUP_OPERATIONS if plain_cases(result, operation)]
     figure = new_figure(figsize=(11, 2.7 * len(shown)))
     rows = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
@@ -252,7 +253,7 @@ def plot_speedups(result: dict, path: Path) -> Path:
                 [value or 0 for value in values],
                 width * 0.92,
                 label=family,
-                color=COLOURS[index + 1],
+                color=colours[family],
                 hatch=hatches[family],
                 edgecolor="white",
             )
@@ -262,7 +263,7 @@ def plot_speedups(result: dict, path: Path) -> Path:
         axes.set_xticks(range(len(cases)), [str(case["tokens"]) for case in cases])
         axes.grid(axis="x", visible=False)
         axes.margins(y=0.18)
-        axes.set_ylabel("times as fast")
+        axes.set_ylabel("ours is ... times as fast")
         wall_time = ", wall time" if operation == "autograd" else ""
         axes.set_title(f"{OPERATIONS[operation]}{wall_time}")
         if families:
