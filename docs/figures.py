@@ -285,9 +285,7 @@ def model():
     axes.text(0.5, 4.3, r"$N$ blocks", ha="right", va="center", rotation=90, fontsize=12)
     lines(axes, [(x, 2.38), (x, 6.2)])
     middle = half_block(axes, x, 2.85, [("LayerNorm", "white"), ("token mixing", PALE_BLUE)])
-    half_block(
-        axes, x, middle + 0.34, [("LayerNorm", "white"), ("MLP", PALE_ORANGE)]
-    )
+    half_block(axes, x, middle + 0.34, [("LayerNorm", "white"), ("MLP", PALE_ORANGE)])
     arrow(axes, (x, 6.0), (x, 6.22))
     box(axes, x - 0.95, 6.22, 1.9, 0.38, "lm_head", PALE_GREEN)
     beside = {"ha": "left", "va": "center", "color": "#666666"}

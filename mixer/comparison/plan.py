@@ -32,10 +32,9 @@ from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size, sweep_budgets
 from mixer.models.config import with_content
-from mixer.training.config import RunConfig, flatten, load_config
+from mixer.training.config import MOST_EPOCHS, RunConfig, flatten, load_config
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that stop a run, which is saved
-EPOCHS = 4  # no run reads its text more often: beyond, repeated text is worth less (2305.16264)
 OPTIONS = {str: object}  # of runs, by section.key; load_config checks them
 ENTRY_SHAPE = {"recipe": str, "seconds": [float]} | OPTIONS
 PLAN_SHAPE = {
@@ -388,7 +387,7 @@ def longer_runs(plan: dict, model: Run, seconds: float, shorter: list[dict]) -> 
 
 
 def steps_in(seconds: float, measured: dict) -> int:
-    """The steps that a model was measured to do in a time, at most EPOCHS of its text."""
-    most = EPOCHS * measured["training_tokens"]
+    """The steps that a model was measured to do in a time, at most MOST_EPOCHS of its text."""
+    most = MOST_EPOCHS * measured["training_tokens"]
     tokens = min(seconds * measured["tokens_per_second"], most)
     return max(1, int(tokens / measured["tokens_a_step"]))

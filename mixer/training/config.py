@@ -64,6 +64,7 @@ class TrainConfig(ObjectiveConfig):
     )
 
 
+MOST_EPOCHS = 4  # of a text: beyond, what is repeated is worth less (arXiv 2305.16264)
 # Functions of mixer/training/optim.py, which adds them, by the value of optim.name.
 OPTIMIZERS: dict[str, Callable | None] = {"adamw": None, "muon": None}
 # The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all

@@ -23,7 +23,7 @@ from mixer.common.terminal import counted, lasting_output
 from mixer.data.prepare import Data
 from mixer.data.samples import Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
-from mixer.training.config import RunConfig, TrainConfig, used_configuration
+from mixer.training.config import MOST_EPOCHS, RunConfig, TrainConfig, used_configuration
 from mixer.training.estimate import less_memory, needed_gb
 from mixer.training.metrics import Metrics, Timer, as_text, in_json
 from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
@@ -313,6 +313,11 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
         f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
         f"about {memory_gb:.1f} GB of memory; {begins}",
     ]
+    if epochs > MOST_EPOCHS:
+        lines.append(
+            f"beyond {MOST_EPOCHS} epochs a model learns its text by heart: lower train.steps, or "
+            "give it more text"
+        )
     warmup_steps = run.optim.warmup_steps
     if warmup_steps > steps and not is_finished:
         lines.append(f"optim.warmup_steps = {warmup_steps} is cut to train.steps, {steps}")

@@ -211,6 +211,22 @@ def test_a_run_of_few_steps_needs_no_other_option_and_its_warm_up_is_cut(write_c
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1])
 
 
+def test_a_run_that_reads_its_text_too_often_says_so(write_config, tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / f"texts/{name}").mkdir(parents=True)
+        (tmp_path / f"texts/{name}/text.txt").write_text(f"{name} short text. " * 40)
+    data = {"source": "text", "path": str(tmp_path / "texts"), "vocab_size": 257}
+    config = str(write_config(data=data | {"directory": str(tmp_path / "data")}))
+    train(load_config(config, ["train.steps=1"]))
+    samples = len(TokenFile(str(tmp_path / "data"), "train", 32))
+    assert "by heart" not in capsys.readouterr().out
+    for name, epochs in (("often", 4.1), ("enough", 3.9)):
+        options = [f"name={name}", "train.steps=1", f"train.batch_size={int(epochs * samples)}"]
+        train(load_config(config, options))
+        says_so = "beyond 4 epochs a model learns its text by heart" in capsys.readouterr().out
+        assert says_so == (name == "often")
+
+
 def test_a_run_that_evaluates_only_at_the_end_does_not_before_its_first_step(write_config):
     run = load_config(str(write_config()), ["train.eval_every=0", "train.steps=3"])
     train(run)
