@@ -20,9 +20,9 @@ TICK = (n=0; while sleep 1 && kill -0 $$$$; do \
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
-	@echo "Setting up .venv with some 130 packages: this takes minutes, and gigabytes where there is a GPU."
+	@echo "Setting up .venv with some 140 packages: this takes minutes, and gigabytes where there is a GPU."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@# Python's own pip may be old, and takes three times as long to find 130 packages. A failure is
+	@# Python's own pip may be old, and takes three times as long to find 140 packages. A failure is
 	@# ignored: it works, too.
 	-$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --upgrade pip
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^triton==/d)' constraints.txt > .venv/constraints.txt

@@ -69,12 +69,12 @@ TABLES = {
         ),
     },
     "Books at 2048 tokens, 60 s": {
-        "2048: Qwen3-style transformer": ("minute_2048_h200", TRANSFORMER),
-        "2048: the same on another host": (
+        "context 2048: Qwen3-style transformer": ("minute_2048_h200", TRANSFORMER),
+        "context 2048: the same on another host": (
             "today_2048_h200",
             "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
         ),
-        "2048: mixing in the MLP, attention": ("minute_2048_h200", WIDE),
+        "context 2048: mixing in the MLP, attention": ("minute_2048_h200", WIDE),
     },
 }
 HEAD = ["model", "of its blocks", "window", "parameters, M", "tokens, M", "seconds", "loss"]

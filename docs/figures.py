@@ -13,11 +13,11 @@ HERE = Path(__file__).parent
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
-PURPLE = "#CC79A7"
+PINK = "#CC79A7"
 PALE_BLUE = "#cfe4f2"
 PALE_ORANGE = "#f9dcc8"
 PALE_GREEN = "#cdebe0"
-PALE_PURPLE = "#f3dfea"
+PALE_PINK = "#f3dfea"
 GREY = "#d9d9d9"
 INK = "#222222"
 matplotlib.rcParams.update({"font.size": 11, "text.color": INK, "mathtext.fontset": "cm"})
@@ -319,7 +319,7 @@ def draw_stack(axes, x, y):
     side = 0.36
     for number in range(8):
         has_keys = number + 1 in (5, 7, 8)
-        face, edge = (PALE_PURPLE, PURPLE) if has_keys else (PALE_BLUE, BLUE)
+        face, edge = (PALE_PINK, PINK) if has_keys else (PALE_BLUE, BLUE)
         left = x + number * (side + 0.16)
         if number:
             lines(axes, [(left - 0.16, y + side / 2), (left, y + side / 2)])

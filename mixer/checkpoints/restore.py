@@ -140,28 +140,28 @@ def named_init_from() -> Iterator[None]:
         raise UserError(f"train.init_from: {error}") from None
 
 
-@named_init_from()
 def check_start(directory: Path, model: ModelConfig, data: DataConfig) -> None:
     """Raises UserError for what `start_from` will refuse, as far as that is known before the data
     is prepared, and without loading weights.
     """
-    directory = settled(directory)
-    check_checkpoint(directory)
-    saved = pretrained.load_model_config(directory)
-    if data.tokenizer == "train":
-        tokenizer = None
-        # It will have at most so many ids.
+    tokenizer = None if data.tokenizer == "train" else existing_tokenizer(data.tokenizer)
+    with named_init_from():
+        directory = settled(directory)
+        check_checkpoint(directory)
+        saved = pretrained.load_model_config(directory)
+    if tokenizer is None:
+        # One that is trained will have at most so many ids.
         vocab_size = min(saved.get_text_config().vocab_size, data.vocab_size)
         eos_token_id = saved.eos_token_id
     else:
-        tokenizer = existing_tokenizer(data.tokenizer)
         vocab_size = vocabulary_size(tokenizer)
         eos_token_id = tokenizer.eos_token_id
     config = model_config(model, vocab_size, eos_token_id=None)
     config.eos_token_id = eos_token_id
-    check_same_model(directory, saved, config)
-    if tokenizer is not None:
-        check_same_tokenizer(directory, tokenizer)
+    with named_init_from():
+        check_same_model(directory, saved, config)
+        if tokenizer is not None:
+            check_same_tokenizer(directory, tokenizer)
 
 
 @named_init_from()

@@ -17,7 +17,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def spelt(text: str) -> str:
+def spelled(text: str) -> str:
     """The text with its control characters as Python spells them, such as \\x1b, but for tabs and
     the ends of lines: in a terminal they would move the cursor, change colours, or erase.
     """

@@ -120,7 +120,7 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     def settings(name: str, entry: dict | None) -> dict:
         """All options of a run or model of the plan; later ones win."""
         entry = dict(entry or {})
-        with said_of(name):
+        with naming(name):
             entry_recipe = recipe(entry.pop("recipe", None))
             merged = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
             if isinstance(merged.get("model.config"), str):  # the results keep what was trained
@@ -148,7 +148,7 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     check_names([*runs, *models, *firsts, *repeated])
     for run in [*runs, *models, *firsts, *repeated]:  # refuses what is not allowed
         unmeasured = ["train.steps=1000000"] if "kind" in run.identity else []
-        with said_of(run.name):
+        with naming(run.name):
             run.config(f"name={run.folder}", *unmeasured)
     for run in [*runs, *models]:
         check_settings(run, results, has_rates="rates" in plan)
@@ -163,7 +163,7 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
 
 
 @contextmanager
-def said_of(name: str) -> Iterator[None]:
+def naming(name: str) -> Iterator[None]:
     """Inside, a UserError begins with the name of a run or model."""
     try:
         yield

@@ -56,8 +56,23 @@ OF_MIXERS = tuple(item.name for item in fields(MixerOptions))
 OF_TRANSFORMERS = (*SHARED, "num_attention_heads")
 OF_AUTO = ("max_position_embeddings", "config")
 # The names of the context in the configurations of transformers (their `attribute_map`).
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
-CONTEXT_NAMES += ("context_length",)
+CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "model_max_length",
+    "context_length",
+)
+# What transformers of our options have, where a config.json says it.
+ROTATION = {"rope_theta": 10000.0, "rope_type": "default"}
+OF_OUR_TRANSFORMERS = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "rope_theta": ROTATION["rope_theta"],
+    "rope_parameters": ROTATION,
+    "rope_scaling": None,
+}
 
 
 def unread_options(architecture: str) -> dict[str, Any]:
@@ -108,12 +123,14 @@ def attention_heads(model: ModelConfig) -> int:
     return model.num_attention_heads or max(1, model.hidden_size // 64)
 
 
-def is_of_options(config: dict[str, Any]) -> bool:
+def fits_options(config: dict[str, Any]) -> bool:
     """Whether the options of the section `model` can describe the model of a config.json: those of
-    a transformer give as many heads of keys as of queries, which share the channels.
+    a transformer give as many heads of keys as of queries, which share the channels, and no biases.
     """
     if config.get("model_type") not in TRANSFORMERS:
         return config.get("model_type") == "masked_mixer"
+    if any(config.get(name, value) != value for name, value in OF_OUR_TRANSFORMERS.items()):
+        return False
     heads = config.get("num_attention_heads")
     size = config.get("head_dim")
     if config.get("num_key_value_heads") not in (None, heads):
@@ -128,7 +145,7 @@ def saved_options(config: dict[str, Any]) -> dict[str, Any]:
     section `model`, as far as they are there. The backend is the machine's, not the model's.
     """
     architecture = config.get("model_type")
-    if not is_of_options(config):
+    if not fits_options(config):
         saved = {"architecture": "auto", "config": config} if architecture else {}
         context = next((config[name] for name in CONTEXT_NAMES if name in config), None)
         return saved if context is None else saved | {"max_position_embeddings": context}

@@ -6,12 +6,14 @@ import difflib
 import json
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mixer.checkpoints.checkpoint import TRAINER
 from mixer.checkpoints.model_files import existing
 from mixer.common.errors import UserError
 from mixer.common.files import as_path, read_json
@@ -319,19 +321,32 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
     if run.checkpoint.resume != "auto":
         candidates.append(as_path(run.checkpoint.resume))
     candidates.append(init_from)
-    files = [path / "config.json" for path in candidates]
-    file = next((file for file in files if file.is_file()), init_from / "config.json")
-    if not file.is_file():
+    checkpoint = next((path for path in candidates if (path / "config.json").is_file()), init_from)
+    if not (checkpoint / "config.json").is_file():
         try:
             existing(init_from)  # says what is there instead
         except UserError as error:
             raise UserError(f"train.init_from: {error}") from None
-    options = saved_options(read_json(file, "give another checkpoint"))
+    options = _options_of(checkpoint, is_own=checkpoint != init_from)
     if "model.architecture" in keys and run.model.architecture != options.get("architecture"):
         return
     for name, value in options.items():
         if f"model.{name}" not in keys:
             _set(run, f"model.{name}", value)
+
+
+def _options_of(checkpoint: Path, is_own: bool) -> dict[str, Any]:
+    """The options of the section `model` that give a checkpoint's model. is_own: the run goes on
+    from it, and takes those that it recorded, as its config.json may say the same otherwise.
+    """
+    remedy = "give another checkpoint"
+    if is_own:
+        with suppress(UserError):  # a damaged one is passed over later, by name
+            shape = {"settings": {"model": dict}}
+            recorded = read_json(checkpoint / TRAINER, remedy, required=shape)
+            options = recorded["settings"]["model"]
+            return {name: value for name, value in options.items() if name != "mixing_backend"}
+    return saved_options(read_json(checkpoint / "config.json", remedy))
 
 
 def _clashes(run: RunConfig) -> list[str]:

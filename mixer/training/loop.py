@@ -313,10 +313,10 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
         f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
         f"about {memory_gb:.1f} GB of memory; {begins}",
     ]
-    if epochs > MOST_EPOCHS:
+    if epochs > MOST_EPOCHS and not is_finished:
         lines.append(
-            f"beyond {MOST_EPOCHS} epochs a model learns its text by heart: lower train.steps, or "
-            "give it more text"
+            f"beyond {MOST_EPOCHS} epochs a text is worth less and less: lower train.steps, or "
+            "give more text"
         )
     warmup_steps = run.optim.warmup_steps
     if warmup_steps > steps and not is_finished:

@@ -18,6 +18,7 @@ from mixer.checkpoints.settings import changed_settings, in_words, new_record
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
 from mixer.common.hardware import lacks_bf16
+from mixer.data.config import TASKS
 from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
 from mixer.distributed.world import World
@@ -79,17 +80,12 @@ def check_run(run: RunConfig, world: World) -> None:
             "auto, dense"
         )
     check_model(run)
-    if not (as_path(run.data.directory) / "manifest.json").is_file():
-        check_weights(run, world)
 
 
-def check_weights(run: RunConfig, world: World) -> None:
-    """Raises UserError for a checkpoint that the run cannot begin from, or go on from. It comes
-    before the data is prepared, which may take hours.
-    """
+def check_weights(run: RunConfig) -> None:
+    """Raises UserError for a checkpoint that the run cannot begin from, or go on from."""
     if run.checkpoint.resume != "auto" or all_checkpoints(run.directory):
-        if world.is_main:
-            find_resume(run.directory, run.checkpoint.resume, say=lambda line: None)
+        find_resume(run.directory, run.checkpoint.resume, say=lambda line: None)
     elif run.train.init_from:
         restore.check_start(as_path(run.train.init_from), run.model, run.data)
 
@@ -115,8 +111,14 @@ def check_model(run: RunConfig) -> None:
 
 def open_run_data(run: RunConfig, world: World) -> Data:
     """The run's data, prepared at first: by one process of each host, while the others wait for its
-    lock. Raises UserError for data that the run cannot be trained on.
+    lock. Raises UserError for data that the run cannot be trained on, and before hours of
+    preparation for weights that it cannot begin from.
     """
+    is_prepared = (as_path(run.data.directory) / "manifest.json").is_file()
+    if not is_prepared and run.data.source not in TASKS:
+        if world.is_main:
+            check_weights(run)
+        world.of_main(None)  # the others wait for it
     data = run.objective.open_data(world.say)
     world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
     return data

@@ -76,8 +76,10 @@ def test_a_run_starts_from_a_llama_of_the_hub(write_config, finished, tmp_path):
     assert all((written[name] == weight).all() for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "grouped queries"])
-def test_a_run_starts_from_models_that_no_options_describe(kind, write_config, finished, tmp_path):
+@pytest.mark.parametrize("kind", ["GPT-2", "grouped queries", "other wavelengths"])
+def test_a_run_starts_from_models_that_no_options_describe(
+    kind, write_config, finished, tmp_path, capsys
+):
     """GPT-2 has another name for its context, and dropout, which training leaves out."""
     tokenizer = AutoTokenizer.from_pretrained(finished / "step-12")
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
@@ -86,8 +88,9 @@ def test_a_run_starts_from_models_that_no_options_describe(kind, write_config, f
         model = GPT2LMHeadModel(GPT2Config(**sizes, **ids))
     else:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_theta": 1e5}
-        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=16, **sizes, **ids))
+        sizes["num_attention_heads"] = 2
+        other = {"num_key_value_heads": 1} if kind == "grouped queries" else {"rope_theta": 1e5}
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=16, **sizes, **other, **ids))
     source = tmp_path / "source"
     model.save_pretrained(source)
     tokenizer.save_pretrained(source)
@@ -99,6 +102,10 @@ def test_a_run_starts_from_models_that_no_options_describe(kind, write_config, f
     trained = train(load_config(config, [*start, "train.steps=2"])).state_dict()
     assert all((trained[name] == weight).all() for name, weight in weights.items())
     assert trained.keys() - weights.keys() <= {"lm_head.weight"}  # tied
+    capsys.readouterr()
+    for steps in (2, 3):  # finished, and going on
+        train(load_config(config, [*start, f"train.steps={steps}"]))
+    assert "model.config" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", [{}, MIXER, {"architecture": "qwen3"}], ids=str)
