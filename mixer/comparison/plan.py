@@ -143,6 +143,9 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     if unknown := sorted({*only} - names):
         allowed = shlex.join(sorted(names))
         raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
+    for run in [*runs, *models]:
+        if (seed := run.settings.get("seed", RunConfig.seed)) in seeds:
+            raise UserError(f"{run.name}: seed {seed} is its first seed already; give other seeds")
     firsts = [first_of(plan, model) for model in models] if "pretraining" in plan else []
     repeated = [run.with_seed(seed) for run in [*runs, *models] for seed in seeds]
     check_names([*runs, *models, *firsts, *repeated])

@@ -410,6 +410,13 @@ def test_an_incomplete_plan_is_refused_with_what_it_lacks(plan, said):
         jobs_of(plan, {}, [], {})
 
 
+def test_a_seed_is_not_trained_twice():
+    plan = {"common": {}, "runs": {"a": {}}, "seeds": [1, 2]}
+    with pytest.raises(UserError, match="^a: seed 1 is its first seed already"):
+        jobs_of(plan, {"seed": 1}, [], {})
+    assert len(jobs_of(plan, {}, [], {})) == 1
+
+
 def test_what_a_size_or_a_run_has_wrong_begins_with_its_name():
     for entry, said in (
         ({"model.hidden_sizze": 3}, "mixer small: 1 problem .*\n.*unknown key model.hidden_sizze"),
