@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 from saving import file_of, markdown, parser_of
+from several_gpus import FLAT, LARGE
 
 from mixer.common.errors import run_command
 from mixer.common.files import read_json, write_text
@@ -35,6 +36,22 @@ GPUS = (1, 2, 4, 8)
 FIT_HEAD = ["hidden size x blocks", "parameters, M", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"]
 SAMPLES = 32  # a GPU, of 512 tokens
 DATA = SimpleNamespace(vocab_size=8000, eos_token_id=0)
+# Rows of several_gpus_h200.json, with the options of their models.
+ROWS = {
+    "speed flat 32, 1, round 1": FLAT,
+    "speed flat 128, 1, round 1": FLAT,
+    "fsdp DDP, two GPUs' host": LARGE,
+    "fsdp FSDP, two GPUs' host": LARGE,
+    "fsdp FSDP, round 1": LARGE,
+}
+BESIDE_HEAD = [
+    "model",
+    "samples a GPU",
+    "GPUs",
+    "measured, GB",
+    "estimate, GB",
+    "measured / estimate",
+]
 
 
 def main() -> None:
@@ -49,6 +66,10 @@ def main() -> None:
         markdown(FIT_HEAD, estimated_rows()),
         "GB of each GPU, by the estimate: configs/recipe.yaml in other sizes, one GPU or FSDP on "
         f"several, {SAMPLES} samples of 512 tokens a GPU.",
+        "## The estimate beside what was measured",
+        markdown(BESIDE_HEAD, rows_beside()),
+        "The first rows are of the files above, the others of "
+        "[several_gpus_h200.json](several_gpus_h200.json).",
     ]
     text = "\n\n".join(sections) + "\n"
     write_text(file_of(options.output, ".md"), text)
@@ -79,13 +100,36 @@ def estimated_rows() -> list[list[str]]:
         options = [f"model.hidden_size={hidden_size}", f"model.num_hidden_layers={blocks}"]
         options.append(f"train.batch_size={SAMPLES}")
         run = load_config(str(ROOT / "configs/recipe.yaml"), options)
-        needs = [f"{estimate_gb(run, count):.0f}" for count in GPUS]
+        needs = [f"{estimate_gb(run, count, is_sharded=count > 1):.0f}" for count in GPUS]
         rows.append([f"{hidden_size} x {blocks}", f"{parameters(run) / 1e6:,.0f}", *needs])
     return rows
 
 
-def estimate_gb(run: RunConfig, count: int) -> float:
-    world = SimpleNamespace(device=torch.device("cuda"), size=count, is_sharded=count > 1)
+def rows_beside() -> list[list[str]]:
+    rows = []
+    for configuration, (file, name) in RUNS.items():
+        measured = read_json(RESULTS / f"{file}.json", "keep the results")["runs"][name]
+        run = load_config(str(ROOT / f"configs/{configuration}.yaml"), [])
+        rows.append(row_beside(configuration, run, 1, measured, is_sharded=False))
+    measured_rows = read_json(RESULTS / "several_gpus_h200.json", "keep the results")["rows"]
+    for name, (_, config, *options) in ROWS.items():
+        row = measured_rows[name]
+        run = load_config(str(ROOT / config), [*options, f"train.batch_size={row['samples']}"])
+        rows.append(row_beside(row["model"], run, row["gpus"], row, is_sharded="FSDP" in name))
+    return rows
+
+
+def row_beside(
+    model: str, run: RunConfig, count: int, measured: dict, is_sharded: bool
+) -> list[str]:
+    measured_gb = measured["peak_memory_gb"]
+    estimate = estimate_gb(run, count, is_sharded)
+    sizes = [f"{measured_gb:.1f}", f"{estimate:.1f}", f"{measured_gb / estimate:.2f}"]
+    return [model, str(run.train.batch_size), str(count), *sizes]
+
+
+def estimate_gb(run: RunConfig, count: int, is_sharded: bool) -> float:
+    world = SimpleNamespace(device=torch.device("cuda"), size=count, is_sharded=is_sharded)
     return needed_gb(run, DATA, world)
 
 

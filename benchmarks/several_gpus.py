@@ -8,8 +8,8 @@ start   All processes start at once, without data and kernels: how often these a
 speed   Tokens/s with DDP on several GPUs against so many times one.
 fsdp    Tokens/s and memory with FSDP against DDP, at hidden size 2048; also of DDP without a CUDA
         graph, and of FSDP whose weights stay from the forward to the backward pass.
-muon    How far the losses of FSDP are from those of DDP, over 200 steps with Muon in fp32. (In
-        bf16 rounding alone takes any two runs 1 to 2% apart at their worst step.)
+muon    How far the losses of FSDP are from those of DDP, over 200 steps with Muon, in fp32 and
+        bf16; and for comparison, how far in bf16 those of DDP without a CUDA graph are.
 kill    One process gets SIGKILL at a random step, and the same command goes on; several times.
         Whether the run ends with the bits of the undisturbed one, which is that of `start`.
 resume  Half of the processes go on from a checkpoint of all, then all again, with the same global
@@ -338,18 +338,24 @@ def resume(bench: Bench) -> dict:
 def muon(bench: Bench) -> dict:
     settings = [*RECIPE, "model.hidden_size=512", "model.num_hidden_layers=6"]
     settings += ["train.batch_size=16", "train.steps=200", "optim.warmup_steps=20"]
-    settings += ["train.mixed_precision=no", "train.tf32=false"]
     settings += ["checkpoint.save_every=0", "checkpoint.save_last=false"]
-    losses = []
-    for name, environment in (("muon-ddp", {}), ("muon-fsdp", FSDP)):
-        run = bench.fresh(name)
-        bench.complete_run(run.name, bench.count, settings, environment)
-        losses.append(losses_by_step(run))
-    ddp, fsdp = losses
+
+    def losses_of(name: str, environment: dict[str, str], *changes: str) -> dict[int, float]:
+        run = bench.fresh(f"muon-{name}")
+        bench.complete_run(run.name, bench.count, [*settings, *changes], environment)
+        return losses_by_step(run)
+
+    fp32 = ["train.mixed_precision=no", "train.tf32=false"]
+    ddp_in_fp32 = losses_of("ddp-fp32", {}, *fp32)
+    ddp = losses_of("ddp", {})
     return {
         "processes": bench.count,
         "losses": len(ddp),
-        "most apart (relative)": most_apart(fsdp, ddp),
+        "most apart, fp32": most_apart(losses_of("fsdp-fp32", FSDP, *fp32), ddp_in_fp32),
+        "most apart, bf16": most_apart(losses_of("fsdp", FSDP), ddp),
+        "most apart, bf16, DDP without a graph": most_apart(
+            losses_of("ddp-no-graph", {}, "train.cuda_graphs=false"), ddp
+        ),
     }
 
 

@@ -144,11 +144,11 @@ def find_resume(directory: Path, resume: str, say: Say = print) -> Path | None:
         say(f"skipping {path}: {problem}")
         problems.append(f"{path}: {problem}")
     if problems:  # a fresh start would overwrite them and the run's metrics
-        several = f"none of {len(problems)} checkpoints can be used"
-        none = several if len(problems) > 1 else "the checkpoint cannot be used"
+        one_only = len(problems) == 1
+        which = "the checkpoint cannot" if one_only else f"none of {len(problems)} checkpoints can"
         raise UserError(
-            f"{none} ({problems[-1]}); "
-            "give another checkpoint.resume, or choose another name to start afresh"
+            f"{which} be used ({problems[-1]}); give another checkpoint.resume, or choose another "
+            "name to start afresh"
         )
     return None
 

@@ -1,8 +1,6 @@
 """Loading the state of a run from a checkpoint, or a new run's weights."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from mixer.checkpoints import pretrained
 from mixer.checkpoints.checkpoint import FORMAT, OPTIMIZER, STATE, read_trainer
 from mixer.checkpoints.model_files import check_checkpoint, refused, settled
 from mixer.checkpoints.writer import local_part, optimizer_state
-from mixer.common.errors import UserError, first_line
+from mixer.common.errors import UserError, errors_about, first_line
 from mixer.data.config import DataConfig
 from mixer.data.tokenizer import existing_tokenizer, read_tokenizer, vocabulary_size
 from mixer.distributed.world import World
@@ -131,21 +129,12 @@ def take_backends(model: PreTrainedModel, mixing: dict[str, str], world: World) 
                 layer.backend = backend
 
 
-@contextmanager
-def named_init_from() -> Iterator[None]:
-    """Inside, a UserError names train.init_from."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"train.init_from: {error}") from None
-
-
 def check_start(directory: Path, model: ModelConfig, data: DataConfig) -> None:
     """Raises UserError for what `start_from` will refuse, as far as that is known before the data
     is prepared, and without loading weights.
     """
     tokenizer = None if data.tokenizer == "train" else existing_tokenizer(data.tokenizer)
-    with named_init_from():
+    with errors_about("train.init_from"):
         directory = settled(directory)
         check_checkpoint(directory)
         saved = pretrained.load_model_config(directory)
@@ -157,14 +146,14 @@ def check_start(directory: Path, model: ModelConfig, data: DataConfig) -> None:
         vocab_size = vocabulary_size(tokenizer)
         eos_token_id = tokenizer.eos_token_id
     config = model_config(model, vocab_size, eos_token_id=None)
-    config.eos_token_id = eos_token_id
-    with named_init_from():
+    config.eos_token_id = eos_token_id  # of a saved model, maybe several
+    with errors_about("train.init_from"):
         check_same_model(directory, saved, config)
         if tokenizer is not None:
             check_same_tokenizer(directory, tokenizer)
 
 
-@named_init_from()
+@errors_about("train.init_from")
 def start_from(
     directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedModel:

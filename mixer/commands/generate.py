@@ -14,7 +14,7 @@ from contextlib import suppress
 from mixer.checkpoints.model_files import existing
 from mixer.common.errors import UserError, command_parser, run_command, say_on_stderr
 from mixer.common.options import is_plain_text
-from mixer.common.terminal import spelled
+from mixer.common.terminal import escaped
 
 SEEDS = 2**32
 
@@ -58,8 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def show(text: str) -> None:
-    """Prints a part of a text: as it is, but in a terminal with its control characters spelt."""
-    print(spelled(text) if sys.stdout.isatty() else text, end="", flush=True)
+    """Prints a part of a text: as it is, but in a terminal with its control characters escaped."""
+    print(escaped(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def ask_for_prompts(writer) -> None:

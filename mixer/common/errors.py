@@ -9,8 +9,8 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from mixer.common.launch import rank
 from mixer.common.terminal import LastingStream
@@ -103,6 +103,15 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
+def errors_about(name: str) -> Iterator[None]:
+    """Inside, a UserError begins with this name, of an option or a run."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def first_line(error: Exception) -> str:

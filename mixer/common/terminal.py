@@ -17,8 +17,8 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def spelled(text: str) -> str:
-    """The text with its control characters as Python spells them, such as \\x1b, but for tabs and
+def escaped(text: str) -> str:
+    """The text with its control characters escaped as Python does, such as \\x1b, but for tabs and
     the ends of lines: in a terminal they would move the cursor, change colours, or erase.
     """
     return CONTROL.sub(lambda character: repr(character[0])[1:-1], text)

@@ -23,11 +23,10 @@ import re
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, errors_about
 from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size, sweep_budgets
@@ -120,7 +119,7 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     def settings(name: str, entry: dict | None) -> dict:
         """All options of a run or model of the plan; later ones win."""
         entry = dict(entry or {})
-        with naming(name):
+        with errors_about(name):
             entry_recipe = recipe(entry.pop("recipe", None))
             merged = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
             if isinstance(merged.get("model.config"), str):  # the results keep what was trained
@@ -151,7 +150,7 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     check_names([*runs, *models, *firsts, *repeated])
     for run in [*runs, *models, *firsts, *repeated]:  # refuses what is not allowed
         unmeasured = ["train.steps=1000000"] if "kind" in run.identity else []
-        with naming(run.name):
+        with errors_about(run.name):
             run.config(f"name={run.folder}", *unmeasured)
     for run in [*runs, *models]:
         check_settings(run, results, has_rates="rates" in plan)
@@ -163,15 +162,6 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
         if chosen:
             jobs.append(job_of_kind(plan, of_kind, chosen, results))
     return jobs
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Inside, a UserError begins with the name of a run or model."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
 
 
 def check_plan(plan: dict) -> None:

@@ -26,7 +26,6 @@ LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
 # Options that not all of text, hub, data, pairs, retrieval and a task read.
 READ_BY = {"subset": ("hub",), "split": ("hub", "retrieval"), "text_field": ("text", "hub")}
-DEFAULT_SPLIT = "test"
 OF_TEXTS = ("stride", "max_tokens", "first_token", "last_window")
 READ_BY |= dict.fromkeys(OF_TEXTS, ("text", "data", "hub"))
 
@@ -55,6 +54,10 @@ class EvalOptions:
     device: str = option("auto", "where to compute", choices=DEVICES)
     dtype: str = option("fp32", "precision; fp16 and bf16: autocast", choices=TYPES)
     backend: str = option("", "mixing backend; default: the checkpoint's", choices=("", *BACKENDS))
+
+    @property
+    def split_or_default(self) -> str:
+        return self.split or "test"
 
     @property
     def data_directory(self) -> str | None:
@@ -131,4 +134,4 @@ def check_options(options: EvalOptions) -> None:
     for name in filter(None, (options.data, options.pairs)):
         Manifest.load(as_path(name))
     if options.retrieval:
-        read_collection(as_path(options.retrieval), options.split or DEFAULT_SPLIT)
+        read_collection(as_path(options.retrieval), options.split_or_default)

@@ -24,13 +24,7 @@ from mixer.data.samples import Batch
 from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.beir import measures, read_collection
-from mixer.evaluation.config import (
-    DEFAULT_SPLIT,
-    FIRST_TOKEN,
-    LAST_WINDOW,
-    EvalOptions,
-    check_options,
-)
+from mixer.evaluation.config import FIRST_TOKEN, LAST_WINDOW, EvalOptions, check_options
 from mixer.evaluation.search import search
 from mixer.evaluation.texts import Text
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
@@ -189,7 +183,7 @@ def evaluate_retrieval(
 ) -> dict:
     """The result's entries about the documents that were found in a collection."""
     folder = as_path(options.retrieval)
-    split = options.split or DEFAULT_SPLIT
+    split = options.split_or_default
     collection = read_collection(folder, split)
     hits = search(model, tokenizer, collection, window, options.batch_size, process)
     return {

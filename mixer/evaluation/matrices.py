@@ -131,16 +131,16 @@ def plot_by_lag(curves_by_lag: dict[int, np.ndarray], output: Path) -> None:
 
     with curves(output, "|W| by lag", "lag (tokens back)", "mean |W|") as axes:
         shades = np.linspace(0, 0.9, len(curves_by_lag))
-        shown = []
+        drawn = []
         for shade, (number, curve) in zip(shades, curves_by_lag.items(), strict=True):
             colour = colormaps["viridis"](shade)
             axes.plot(np.arange(len(curve)), curve, color=colour, linewidth=0.7, alpha=0.2)
             lags, means = log_means(np.arange(len(curve)), curve)
             axes.plot(lags, means, "o-", color=colour, label=f"layer {number}")
-            shown += [mean for mean in means if mean > 0]
+            drawn += [mean for mean in means if mean > 0]
         axes.set_xscale("symlog", base=2, linthresh=1)  # logarithmic, but with a place for lag 0
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(PLAIN)
-        if shown:
-            axes.set_ylim(min(shown) / 1.5, max(shown) * 1.2)
+        if drawn:
+            axes.set_ylim(min(drawn) / 1.5, max(drawn) * 1.2)
         log_axis(axes.yaxis, 10, (1, 2, 3, 5))

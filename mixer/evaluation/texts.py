@@ -18,7 +18,7 @@ from mixer.data.config import DataConfig
 from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
 from mixer.data.tokenizer import TextBytes, load_tokenizer, lost_text, text_encoder
-from mixer.evaluation.config import DEFAULT_SPLIT, EvalOptions
+from mixer.evaluation.config import EvalOptions
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
 
@@ -87,7 +87,7 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
         name = ", ".join(names)
         sources = [DataConfig("text", path, text_field=text_field) for path in options.text]
     else:
-        split = options.split or DEFAULT_SPLIT
+        split = options.split_or_default
         if (as_path(options.hub) / "state.json").is_file():  # saved without splits
             if options.split:
                 raise UserError(f"{options.hub} has no splits: leave out --split")

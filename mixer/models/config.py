@@ -124,8 +124,9 @@ def attention_heads(model: ModelConfig) -> int:
 
 
 def fits_options(config: dict[str, Any]) -> bool:
-    """Whether the options of the section `model` can describe the model of a config.json: those of
-    a transformer give as many heads of keys as of queries, which share the channels, and no biases.
+    """Whether the options of the section `model` can describe the model of a config.json. Those of
+    a transformer give OF_OUR_TRANSFORMERS, and as many heads of keys as of queries, which share the
+    channels.
     """
     if config.get("model_type") not in TRANSFORMERS:
         return config.get("model_type") == "masked_mixer"

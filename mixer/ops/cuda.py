@@ -13,6 +13,7 @@ gives the same bits each time. triangular.py has checked shapes, dtypes and devi
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -25,11 +26,6 @@ from mixer.ops.registration import operator
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 SHORT_WINDOW = 8  # MIXER_SHORT_WINDOW
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum MixerDtype
-
-NO_SECOND_DERIVATIVES = (
-    "second derivatives of {} need backend 'dense': use it here (for a model, load it with "
-    "mixing_backend='dense')"
-)
 
 POINTERS = [
     "x", "weight", "packed", "bias", "residual", "y", "dy", "dx", "dweight", "dbias",
@@ -143,12 +139,20 @@ def refuse_second_derivatives(operator: str) -> None:
     round its error, and leaves out terms of a Hessian without a word.
     """
     if torch.is_grad_enabled():
-        raise NotImplementedError(NO_SECOND_DERIVATIVES.format(operator))
+        no_second_derivatives(operator)
 
 
-def no_derivatives(ctx, *gradients: Tensor) -> None:
-    """The autograd formula of operators that compute gradients."""
-    raise NotImplementedError(NO_SECOND_DERIVATIVES.format("an operator"))
+def no_second_derivatives(operator: str) -> NoReturn:
+    raise NotImplementedError(
+        f"second derivatives of {operator} need backend 'dense': use it here (for a model, load it "
+        "with mixing_backend='dense')"
+    )
+
+
+def without_derivative(gradients_operator: str, operator: str) -> None:
+    """Registers that an operator which computes the gradients of another has no derivative."""
+    name = f"mixer::{gradients_operator}"
+    torch.library.register_autograd(name, lambda ctx, *_: no_second_derivatives(operator))
 
 
 torch.library.register_autograd("mixer::triangular_conv", _backward, setup_context=_setup_context)
@@ -220,7 +224,7 @@ def _backward_short(ctx, dy):
 
 
 torch.library.register_autograd("mixer::short_conv", _backward_short, setup_context=_setup_short)
-torch.library.register_autograd("mixer::short_conv_gradients", no_derivatives)
+without_derivative("short_conv_gradients", "triangular_conv")
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -313,8 +317,8 @@ def empty_gradients(dy, x, context, heads, with_bias, window=0):
     return x.new_empty(weight_shape, dtype=sum_dtype), x.new_empty(bias_shape, dtype=sum_dtype)
 
 
-for gradient_operator in ("triangular_conv_grad_input", "triangular_conv_grad_weight"):
-    torch.library.register_autograd(f"mixer::{gradient_operator}", no_derivatives)
+without_derivative("triangular_conv_grad_input", "triangular_conv")
+without_derivative("triangular_conv_grad_weight", "triangular_conv")
 
 
 # ------------------------------------------------------------------------- the arguments

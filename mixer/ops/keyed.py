@@ -307,4 +307,4 @@ def _backward(ctx, dy, _):
 
 
 torch.library.register_autograd("mixer::keyed_conv", _backward, setup_context=_setup_context)
-torch.library.register_autograd("mixer::keyed_conv_gradients", cuda.no_derivatives)
+cuda.without_derivative("keyed_conv_gradients", "keyed_conv")

@@ -80,15 +80,11 @@ def triangular_conv(
 
 
 def _check_types(x, weight, lags, bias, residual) -> None:
-    optional = {"weight": weight, "lags": lags, "bias": bias, "residual": residual}
-    arguments = [
-        ("x", x),
-        *((name, value) for name, value in optional.items() if value is not None),
-    ]
+    arguments = {"x": x, "weight": weight, "lags": lags, "bias": bias, "residual": residual}
     wrong = [
         f"{name} {type(value).__name__}"
-        for name, value in arguments
-        if not isinstance(value, Tensor)
+        for name, value in arguments.items()
+        if not isinstance(value, Tensor) and (value is not None or name == "x")
     ]
     if wrong:
         raise TypeError(f"triangular_conv got {', '.join(wrong)}; allowed: torch tensors")

@@ -15,7 +15,7 @@ import yaml
 
 from mixer.checkpoints.checkpoint import TRAINER
 from mixer.checkpoints.model_files import existing
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, errors_about
 from mixer.common.files import as_path, read_json
 from mixer.common.options import allowed_values, as_type, option, option_problems
 from mixer.common.terminal import counted
@@ -323,10 +323,8 @@ def _take_model(run: RunConfig, keys: set[str]) -> None:
     candidates.append(init_from)
     checkpoint = next((path for path in candidates if (path / "config.json").is_file()), init_from)
     if not (checkpoint / "config.json").is_file():
-        try:
+        with errors_about("train.init_from"):
             existing(init_from)  # says what is there instead
-        except UserError as error:
-            raise UserError(f"train.init_from: {error}") from None
     options = _options_of(checkpoint, is_own=checkpoint != init_from)
     if "model.architecture" in keys and run.model.architecture != options.get("architecture"):
         return
