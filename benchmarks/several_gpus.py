@@ -142,6 +142,7 @@ def measurements(bench: "Bench", options: argparse.Namespace) -> dict[str, Calla
     by_row["kill"] = partial(kill, bench, options.kills)
     by_row["resume"] = partial(resume, bench)
     by_row["large"] = partial(large, bench)
+    by_row["large alone"] = partial(large_alone, bench)
     return by_row
 
 
@@ -382,12 +383,6 @@ def large(bench: Bench) -> dict:
     losses = losses_by_step(run)
     repeated = [step for step in before if step > SAVE]
     lines = [line for line in read_metrics(run) if "loss" in line]
-    alone = bench.fresh("large-alone")
-    settings = [*LARGEST, f"train.batch_size={LARGEST_BATCH * bench.count}"]
-    settings += [f"train.steps={SAVE + REPEATED}", "train.recompute=block"]
-    settings += [f"checkpoint.resume={checkpoint}", "checkpoint.save_last=false"]
-    bench.complete_run(alone.name, 1, settings)
-    lines_alone = [line for line in read_metrics(alone) if "loss" in line]
     return {
         "processes": bench.count,
         "samples": LARGEST_BATCH,
@@ -400,9 +395,25 @@ def large(bench: Bench) -> dict:
         "left alive": left_alive,
         "losses after the kill": len(repeated),
         "the same bits": all(before[step] == losses[step] for step in repeated),
-        "alone, tokens/s": round(median(line["tokens_per_second"] for line in lines_alone)),
-        "alone, GB": max(line["peak_memory_gb"] for line in lines_alone),
-        "alone, most apart (relative)": most_apart(losses_by_step(alone), losses),
+    }
+
+
+def large_alone(bench: Bench) -> dict:
+    """One GPU goes on from the checkpoint of `large`, with the same global batch."""
+    run = bench.folder / "large"
+    checkpoint = run / f"step-{SAVE}"
+    if not checkpoint.exists():
+        raise UserError(f"{checkpoint} is missing: measure all again, with another --output")
+    alone = bench.fresh("large-alone")
+    settings = [*LARGEST, f"train.batch_size={LARGEST_BATCH * bench.count}"]
+    settings += [f"train.steps={SAVE + REPEATED}", "train.recompute=block"]
+    settings += [f"checkpoint.resume={checkpoint}", "checkpoint.save_last=false"]
+    bench.complete_run(alone.name, 1, settings)
+    lines = [line for line in read_metrics(alone) if "loss" in line]
+    return {
+        "tokens_per_second": round(median(line["tokens_per_second"] for line in lines)),
+        "GB": max(line["peak_memory_gb"] for line in lines),
+        "most apart (relative)": most_apart(losses_by_step(alone), losses_by_step(run)),
     }
 
 

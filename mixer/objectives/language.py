@@ -26,28 +26,10 @@ def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits: (batch, tokens, vocab); targets: (batch, tokens) int64. Returns (batch, tokens).
     """
-    if torch.compiler.is_compiling() and logits.is_cuda:
-        return short_token_nats(logits, targets)
     if logits.dtype != torch.float64:
         logits = logits.float()
     nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return nats.view_as(targets)
-
-
-def short_token_nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """`token_nats` in fewer operations, only for compiled code, where they become few kernels.
-
-    A power of two is one instruction of a GPU, an exponential nine. And the largest logit of a row
-    is found before the sum begins: the compiler's softmax goes on with both at once, by two
-    exponentials for each logit.
-    """
-    logits = logits.float()
-    largest = logits.detach().amax(-1, keepdim=True)
-    sums = torch.exp2((logits - largest) * (1 / math.log(2))).sum(-1)
-    classes = torch.arange(logits.shape[-1], device=logits.device)
-    chosen = torch.where(classes == targets[..., None], logits, 0).sum(-1)
-    # in brackets: the difference of two large logits is exact, or nearly so
-    return torch.where(targets == -100, 0, sums.log() + (largest[..., 0] - chosen))
 
 
 class TokenLoss(Loss):
