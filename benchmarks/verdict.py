@@ -1,4 +1,5 @@
-"""The tables of README's verdict, from the results of several plans.
+"""The tables of README's verdict, from the results of several plans, and when a mixer has the loss
+that the transformer ends five minutes with.
 
     python benchmarks/verdict.py --output benchmarks/results/verdict_512_h200
 
@@ -7,6 +8,7 @@ nats a token, and compared with that of the table's first row.
 """
 
 import re
+from math import exp, log
 from pathlib import Path
 from statistics import mean
 
@@ -21,6 +23,9 @@ KEYED = "keyed in some blocks, shifted keys 512"
 TRANSFORMER = "Qwen3-style transformer"
 IN_MLP = "attention in 3 of 8 blocks, mixing in the MLP"
 WIDE = "attention in 2 of 5 wide blocks, mixing in the MLP"
+FIVE_MINUTES = "five_minutes_512_h200"
+DEEP = "attention in 5 of 16 blocks, mixing in the MLP"
+SHORTER = "the same, 200 s"
 # By title: what README calls a model, its file of results and its first run.
 TABLES = {
     "Books, 60 s": {
@@ -46,6 +51,7 @@ TABLES = {
             "Qwen3 512, shifted keys, weight decay 0.1, 300 s, lr 0.002",
         ),
         "plain mixing, attention": ("today_512_h200", f"{ATTENTION}, 300 s, lr 0.002"),
+        "mixing in the MLP, attention": (FIVE_MINUTES, DEEP),
         "plain mixing, keyed mixing": ("today_512_h200", f"{KEYED}, 300 s, lr 0.002"),
         "gated mixing, suffix match": (
             "today_512_h200",
@@ -89,6 +95,7 @@ def main() -> None:
         for file in files
     }
     sections = [f"## {title}\n\n{table(models, results)}" for title, models in TABLES.items()]
+    sections.append(f"## Time to the transformer's loss\n\n{race(results[FIVE_MINUTES]['runs'])}")
     listed = ", ".join(f"[{file}.json]({file}.json)" for file in files)
     source = f"From {listed}, which have hardware and commits."
     text = "\n\n".join(["# Models at equal training time: the verdict", *sections, source]) + "\n"
@@ -122,6 +129,23 @@ def table(models: dict[str, tuple[str, str]], results: dict[str, dict]) -> str:
             ]
         )
     return markdown(HEAD, rows)
+
+
+def race(runs: dict[str, dict]) -> str:
+    """When the mixer has the transformer's loss, between two runs of it whose learning rates fall
+    to their ends; the loss is taken to fall with the logarithm of the time.
+    """
+    longer, shorter, transformer = runs[DEEP], runs[SHORTER], runs[TRANSFORMER]
+    losses = [run["validation_loss"] for run in (longer, shorter, transformer)]
+    seconds = [run["training_seconds"] for run in (longer, shorter, transformer)]
+    slope = (losses[1] - losses[0]) / log(seconds[1] / seconds[0])
+    needed = seconds[0] * exp((losses[2] - losses[0]) / slope)
+    return (
+        f"On books, mixing in the MLP with attention ends {seconds[1]:.0f} s at {losses[1]:.4f}, "
+        f"and {seconds[0]:.0f} s at {losses[0]:.4f}. Interpolated, it has the transformer's loss "
+        f"of {seconds[2]:.0f} s, {losses[2]:.4f}, after {needed:.0f} s: "
+        f"{needed / seconds[2]:.2f} of its time (one seed)."
+    )
 
 
 def blocks(settings: dict) -> str:
