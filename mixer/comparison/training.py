@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -64,20 +63,16 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
     last = windows[-1]
     validation = [line for line in lines if "validation_loss" in line][-1]
     # Starts slow the first window, and in a short run those of other processes slow all but one.
-    step_seconds = [
-        window["seconds"] / (window["step"] - previous["step"])
-        for previous, window in pairwise(windows)
-    ]
-    step_seconds = step_seconds or [last["seconds"] / last["step"]]
-    seconds = min(step_seconds) if is_speed else median(step_seconds)
-    tokens_a_step = last["tokens"] // last["step"]
+    # Of a window in which a run has gone on, `seconds` are those since then.
+    rates = [window["tokens_per_second"] for window in windows[1:] or windows]
+    tokens_per_second = max(rates) if is_speed else median(rates)
     text = data.splits["train"]
     return {
         "steps": last["step"],
         "tokens": last["tokens"],
-        "tokens_a_step": tokens_a_step,
-        "tokens_per_second": tokens_a_step / seconds,
-        "training_seconds": last["step"] * seconds,
+        "tokens_a_step": last["tokens"] // last["step"],
+        "tokens_per_second": tokens_per_second,
+        "training_seconds": last["tokens"] / tokens_per_second,
         "training_tokens": text.tokens,
         "passes": last["tokens"] / text.tokens,
         "peak_memory_gb": last["peak_memory_gb"],

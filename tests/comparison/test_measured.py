@@ -8,13 +8,25 @@ from mixer.comparison.training import measured, train_run
 from mixer.data.config import Manifest, SplitManifest
 
 
+def line(step: int, seconds: float, steps: int = 10) -> dict:
+    """A line of metrics, `seconds` after the last line, or after `steps` steps of a run that has
+    gone on since then.
+    """
+    return {
+        "step": step,
+        "loss": 2.0,
+        "seconds": seconds,
+        "tokens": 100 * step,
+        "tokens_per_second": 100 * steps / seconds,
+        "peak_memory_gb": 1.0,
+    }
+
+
 def test_speed_and_time_are_those_of_the_median_step_and_the_first_steps_do_not_count():
     split = SplitManifest(1, 1, 1, 4000, "", "")
     manifest = Manifest("uint16", 400, 0, "", {}, {"train": split}, "")
-    lines = [
-        {"step": step, "loss": 2.0, "seconds": seconds, "tokens": 100 * step, "peak_memory_gb": 1.0}
-        for step, seconds in ((10, 60.0), (20, 5.0), (30, 4.0), (40, 2.0))
-    ]
+    # After step 28, the run was stopped and went on.
+    lines = [line(10, 60.0), line(20, 5.0), line(30, 0.8, steps=2), line(40, 2.0)]
     lines.append({"step": 40, "validation_loss": 1.5})
     row = measured(lines, manifest, is_speed=False)
     assert row["tokens_per_second"] == pytest.approx(100 / 0.4)
