@@ -24,7 +24,7 @@ from mixer.common.errors import UserError, errors_about, first_line
 from mixer.data.config import DataConfig
 from mixer.data.tokenizer import existing_tokenizer, read_tokenizer, vocabulary_size
 from mixer.distributed.world import World
-from mixer.models.architecture import for_training, is_dropout, model_config
+from mixer.models.architecture import for_training, is_dropout, model_config, new_model
 from mixer.models.config import ModelConfig
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 
@@ -34,6 +34,8 @@ FREE = {
     *("mixing_backend", "mixing_init"),
     *("architectures", "dtype", "transformers_version", "_name_or_path"),
     *("bos_token_id", "pad_token_id", "initializer_range"),
+    # Which a class for causal models may set itself; that the model is causal is checked.
+    *("is_decoder", "is_encoder_decoder"),
 }
 
 
@@ -84,7 +86,13 @@ def load_matching_model(checkpoint: Path, config: PreTrainedConfig) -> PreTraine
     cannot be read, or has another configuration, naming each field that differs.
     """
     check_same_model(checkpoint, pretrained.load_model_config(checkpoint), config)
-    return for_training(pretrained.load_model(checkpoint, config))
+    model = for_training(pretrained.load_model(checkpoint, config))
+    with torch.device("meta"):
+        like_new = new_model(config)
+    # Some have weights that are not trained, such as sines of positions, which loading forgets.
+    for weight, new_weight in zip(model.parameters(), like_new.parameters(), strict=True):
+        weight.requires_grad_(new_weight.requires_grad)
+    return model
 
 
 def check_same_model(checkpoint: Path, saved: PreTrainedConfig, config: PreTrainedConfig) -> None:
@@ -190,7 +198,6 @@ def load_state(
     """Loads all state besides the model: the optimizer's and the loss scale. Steps draw no random
     numbers, and the order of the data has no state. Under FSDP the parameters are shards already.
     """
-    begin_state(optimizer)
     try:
         load_optimizer(checkpoint, model, optimizer)
     except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -201,23 +208,9 @@ def load_state(
         scaler.load_state_dict(trainer["scaler"])
 
 
-def begin_state(optimizer: Optimizer) -> None:
-    """Creates the state that the optimizer's first step would create, with a step that is skipped
-    on the device (`found_inf` is 1) and so changes no weight.
-    """
-    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for weight in parameters:
-        if weight.grad is None:  # else it has that of a CUDA graph, which stays where it is
-            weight.grad = torch.zeros_like(weight)
-    optimizer.found_inf = torch.ones((), device=parameters[0].device)  # pyright: ignore[reportAttributeAccessIssue]
-    optimizer.step()
-    optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
-    optimizer.zero_grad()
-
-
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Loads the optimizer's state into the one of `begin_state`, sharded like the model. Only one
-    whole tensor is in memory at a time.
+    """Loads the optimizer's state into the one that it has begun with, sharded like the model. Only
+    one whole tensor is in memory at a time.
 
     Raises ValueError unless the checkpoint has exactly the names and shapes of the optimizer.
     """

@@ -85,7 +85,7 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
     entries |= {other_names.get(name, name): value for name, value in of_run.items()}
     try:
         _check_names(entries, {*config_class().to_dict(), *other_names, *of_run})
-        config = config_class(**entries)
+        config = config_class(**with_floats(entries))
         is_composite = config.get_text_config() is not config
     except UserError:
         raise
@@ -100,6 +100,19 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
         if is_dropout(name, value):
             setattr(config, name, 0.0)
     return config
+
+
+def with_floats(value: Any) -> Any:
+    """A value of a config.json, where transformers writes numbers that JSON does not have as
+    {"__float__": "Infinity"}.
+    """
+    if isinstance(value, list):
+        return [with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: with_floats(item) for name, item in value.items()}
 
 
 def is_dropout(name: str, value: Any) -> bool:

@@ -194,6 +194,21 @@ def muon(
 OPTIMIZERS |= {"adamw": adamw, "muon": muon}
 
 
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Creates the state that the optimizer's first step would create, with a step that is skipped
+    on the device (`found_inf` is 1) and so changes no weight. It has that of parameters without a
+    gradient, too, as of experts that no token goes to.
+    """
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for weight in parameters:
+        if weight.grad is None:  # else it has that of a CUDA graph, which stays where it is
+            weight.grad = torch.zeros_like(weight)
+    optimizer.found_inf = torch.ones((), device=parameters[0].device)  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.step()
+    optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
+    optimizer.zero_grad()
+
+
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     """The rate of step `step` (0 is the first) of `steps`."""
     warmup_steps = min(config.warmup_steps, steps)

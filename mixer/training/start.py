@@ -25,7 +25,7 @@ from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, check_causal, check_sizes, model_config, new_model
 from mixer.objectives.objective import Loss
 from mixer.training.config import RunConfig, used_configuration
-from mixer.training.optim import build_optimizer, jump_of_rate
+from mixer.training.optim import begin_state, build_optimizer, jump_of_rate
 from mixer.training.passes import (
     Passes,
     build_loss,
@@ -217,15 +217,19 @@ def parallelize(
     compile = compiled if is_compiled and not world.is_sharded else None
     optimizer = build_optimizer(model, run.optim, processes, compile)
     if is_compiled and not obstacle_to_graph(run, world):
-        return recorded_passes(loss, shape, world), world.accelerator.prepare(optimizer)
-    if world.is_sharded:
-        parallel = loss
-        accelerated: Any = world.accelerator.prepare_optimizer(optimizer)
-    else:  # DDP, and autocast
-        parallel, accelerated = world.accelerator.prepare(loss, optimizer)
-    if world.size > 1:
-        warm_up(parallel, shape, world)
-    return Passes(parallel, world), accelerated
+        passes = recorded_passes(loss, shape, world)
+        accelerated: Any = world.accelerator.prepare(optimizer)
+    else:
+        if world.is_sharded:
+            parallel = loss
+            accelerated = world.accelerator.prepare_optimizer(optimizer)
+        else:  # DDP, and autocast
+            parallel, accelerated = world.accelerator.prepare(loss, optimizer)
+        if world.size > 1:
+            warm_up(parallel, shape, world)
+        passes = Passes(parallel, world)
+    begin_state(optimizer)
+    return passes, accelerated
 
 
 def shard_loss(loss: Loss, world: World) -> None:

@@ -35,7 +35,7 @@ def plant(target: str, step: int, bad: float) -> None:
     """
     real_step = ChainedOptimizer.step
     real_nats = language.token_nats
-    steps_done = 0
+    steps_done = -1  # of a run: the first step only creates the state of the optimizer
 
     def planted_step(optimizer, closure=None):
         nonlocal steps_done
