@@ -12,6 +12,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,10 @@ def representation(
             run = first_layers(tested, layer)
             for (outputs, read), window in itertools.product(READ.items(), windows):
                 with time_reported(f"{window.shape[1]} tokens, outputs of {outputs}"):
-                    guess, distance_left = reconstruct(run, embedding[window], read, steps)
+                    layers_of_text = partial(run, tokens=window)
+                    guess, distance_left = reconstruct(
+                        layers_of_text, embedding[window], read, steps
+                    )
                 row = {
                     "weights": weights,
                     "outputs": outputs,
@@ -120,12 +124,13 @@ def blocks(body: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor], Tensor]:
+def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor, Tensor], Tensor]:
     """The map from embedded tokens to the output of block `layer`, both (texts, tokens, channels).
-    Blocks are counted from 1; layer 0 is the embedding itself.
+    Blocks are counted from 1; layer 0 is the embedding itself. It also needs the text's own tokens,
+    (texts, tokens) int64: what a model looks up by them besides, as suffix match does, is given.
     """
     if layer == 0:
-        return lambda embedded: embedded
+        return lambda embedded, tokens: embedded
     body = copy.deepcopy(model.base_model)
     assert isinstance(body, PreTrainedModel)
     del blocks(body)[layer:]  # the output of later blocks is not needed
@@ -140,10 +145,9 @@ def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor], Tenso
     body.get_input_embeddings().register_forward_hook(replace_embedding)
     blocks(body)[-1].register_forward_hook(record_output)
 
-    def run(embedded: Tensor) -> Tensor:
+    def run(embedded: Tensor, tokens: Tensor) -> Tensor:
         tensors["input"] = embedded
-        unread = torch.zeros(embedded.shape[:2], dtype=torch.int64, device=embedded.device)
-        body(input_ids=unread, use_cache=False)
+        body(input_ids=tokens, use_cache=False)
         return tensors["output"]
 
     return run

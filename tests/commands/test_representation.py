@@ -2,17 +2,15 @@
 drops is not.
 """
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from markdown import tables
-from models import SMALL, small_model
+from models import SMALL, lively_model, small_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.commands.representation import main
 from mixer.common.errors import UserError
 from mixer.evaluation.representation import (
@@ -60,26 +58,23 @@ def test_random_weights_mix_at_random_whatever_the_training_began_with(start):
     assert model.config.mixing_init == start
 
 
-@pytest.mark.parametrize("kind", ["mixer", "llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["mixer", "suffix match", "llama", "gpt2"])
 def test_a_layers_output_is_the_models_own(kind):
     torch.manual_seed(0)
     size = SMALL | {"num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
     model = {
-        "mixer": lambda: MaskedMixerForCausalLM(MaskedMixerConfig(**size, num_mixer_heads=2)),
+        "mixer": lambda: small_model(num_hidden_layers=3, num_mixer_heads=2),
+        "suffix match": lambda: lively_model(num_hidden_layers=3, suffix_match=2),
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**size, **heads, intermediate_size=32)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**size, **heads)),
     }[kind]().eval()
-    tokens = torch.randint(50, (2, 9))
+    tokens = torch.randint(5, (2, 9))
     embedded = model.get_input_embeddings()(tokens)
-    if kind == "mixer":
-        wanted = list(
-            itertools.accumulate(model.model.layers, lambda x, block: block(x), initial=embedded)
-        )
-    else:  # transformers itself tells them, of the last block only what is normalised
-        wanted = model(tokens, output_hidden_states=True).hidden_states[:-1]
+    # Of the last block transformers tells only what is normalised.
+    wanted = model(tokens, output_hidden_states=True).hidden_states[:-1]
     for layer in range(1, len(wanted)):
-        torch.testing.assert_close(first_layers(model, layer)(embedded), wanted[layer])
+        torch.testing.assert_close(first_layers(model, layer)(embedded, tokens), wanted[layer])
 
 
 def run(checkpoint: Path, output: Path, options: str) -> None:
