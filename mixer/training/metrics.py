@@ -77,7 +77,9 @@ class Metrics:
     def __init__(self, run: RunConfig, step: int, evaluates_again: bool, wandb_id: str | None):
         path = run.directory / "metrics.jsonl"
         self.name = run.logging.tracker
-        self.validation_losses: dict[int, float] = {}  # by step
+        # By step, those of as many targets or pairs as the last: others are not to be compared.
+        self.validation_losses: dict[int, float] = {}
+        self.validation_size: int | None = None
         self.tracker = self._try(lambda: _start_tracker(run, wandb_id))
         wandb = self.tracker.tracker if self.tracker and self.name == "wandb" else None
         self.wandb_id = wandb.id if wandb else wandb_id
@@ -106,6 +108,10 @@ class Metrics:
 
     def _note(self, line: dict[str, Any]) -> None:
         if "validation_loss" in line:
+            size = line.get("validation_tokens", line.get("validation_pairs"))
+            if size != self.validation_size:  # of another train.eval_samples
+                self.validation_losses = {}
+            self.validation_size = size
             self.validation_losses[line["step"]] = line["validation_loss"]
         if (tracker := self.tracker) and line["step"] >= self.tracked:
             values = {key: value for key, value in line.items() if key != "step"}

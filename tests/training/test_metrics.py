@@ -48,19 +48,23 @@ def test_lines_hold_what_they_should_without_the_time_of_evaluation(write_config
 
 
 def test_a_resumed_run_knows_the_validation_losses_before_it(tmp_path, capsys):
-    """Or `best` would point to the best checkpoint since the resume, not to the best of all."""
-    lines = [{"step": 4, "validation_loss": 2.5}, {"step": 4, "loss": 3.0}]
-    lines += [{"step": 8, "validation_loss": 2.0}, {"step": 9, "loss": 2.4}]
+    """Or `best` would point to the best checkpoint since the resume, not to the best of all that
+    have scored as many tokens.
+    """
+    size = {"validation_tokens": 64}
+    lines = [{"step": 2, "validation_loss": 1.5, "validation_tokens": 8}]
+    lines += [{"step": 4, "validation_loss": 2.5} | size, {"step": 4, "loss": 3.0}]
+    lines += [{"step": 8, "validation_loss": 2.0} | size, {"step": 9, "loss": 2.4}]
     texts = [json.dumps(line).encode() for line in lines]
     texts[1:1] = [b"\xff\xfe", b"17"]  # damage that must not stop the run
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*texts, b'{"step": 9, "lo']))
     run = RunConfig(name=tmp_path.name, output_dir=str(tmp_path.parent))
     metrics = Metrics(run, 8, False, None)
-    metrics.write({"step": 12, "validation_loss": 2.2})
+    metrics.write({"step": 12, "validation_loss": 2.2} | size)
     metrics.close()
     assert metrics.validation_losses == {4: 2.5, 8: 2.0, 12: 2.2}
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert kept == [*lines[:3], {"step": 12, "validation_loss": 2.2}]
+    assert kept == [*lines[:4], {"step": 12, "validation_loss": 2.2} | size]
     assert "left out 2 lines," in capsys.readouterr().out
 
 
