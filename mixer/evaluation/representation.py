@@ -68,18 +68,16 @@ def representation(
     rows = []
     for weights, tested in (("trained", model), ("random", random_twin(model))):
         tested.requires_grad_(False)
-        embedding = tested.get_input_embeddings().weight
-        assert isinstance(embedding, Tensor)
-        inverse = torch.linalg.pinv(embedding)
+        embed = tested.get_input_embeddings()  # which may also scale
+        assert isinstance(embed.weight, Tensor)
+        inverse = torch.linalg.pinv(embed.weight)
         for layer in layers:
             print(f"{weights} weights, layer {layer}", file=sys.stderr, flush=True)
             run = first_layers(tested, layer)
             for (outputs, read), window in itertools.product(READ.items(), windows):
                 with time_reported(f"{window.shape[1]} tokens, outputs of {outputs}"):
                     layers_of_text = partial(run, tokens=window)
-                    guess, distance_left = reconstruct(
-                        layers_of_text, embedding[window], read, steps
-                    )
+                    guess, distance_left = reconstruct(layers_of_text, embed(window), read, steps)
                 row = {
                     "weights": weights,
                     "outputs": outputs,

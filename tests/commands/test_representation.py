@@ -9,10 +9,19 @@ import pytest
 import torch
 from markdown import tables
 from models import SMALL, lively_model, small_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from mixer.commands.representation import main
 from mixer.common.errors import UserError
+from mixer.data.tokenizer import text_encoder, train_tokenizer
+from mixer.evaluation import representation
 from mixer.evaluation.representation import (
     first_layers,
     hamming_score,
@@ -75,6 +84,29 @@ def test_a_layers_output_is_the_models_own(kind):
     wanted = model(tokens, output_hidden_states=True).hidden_states[:-1]
     for layer in range(1, len(wanted)):
         torch.testing.assert_close(first_layers(model, layer)(embedded, tokens), wanted[layer])
+
+
+def test_a_text_goes_into_the_layers_as_it_is_embedded(tmp_path, monkeypatch):
+    """Gemma's embedding multiplies its rows."""
+    monkeypatch.setattr(representation, "TEXTS", 1)
+    outputs = []
+
+    def recorded(layers, embedded, read, steps):
+        outputs.append(layers(embedded)[:, read])
+        return embedded, 0.0
+
+    monkeypatch.setattr(representation, "reconstruct", recorded)
+    size = {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | size | {"vocab_size": 400}, head_dim=8))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = train_tokenizer(["A text of a few tokens."], 400)
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("A text of a few tokens.")
+    how = f"--text {tmp_path}/text.txt --layers 1 --tokens 6 --steps 1"
+    run(tmp_path / "model", tmp_path / "pages", how)
+    ids = torch.from_numpy(text_encoder(tokenizer)("A text of a few tokens.")[:6].astype("int64"))
+    expected = model.eval()(ids[None], output_hidden_states=True).hidden_states[1]
+    torch.testing.assert_close(outputs[0], expected)
 
 
 def run(checkpoint: Path, output: Path, options: str) -> None:
