@@ -69,7 +69,7 @@ def table(result: dict, width: int = WIDTH) -> str:
     torch_versions = distinct(row["hardware"]["torch"] for row in rows)
     commits = distinct(row["commit"][:10] for row in rows)
     # Earlier versions kept one command for all runs.
-    commands = distinct(row.get("command", result.get("command")) for row in rows)
+    commands = distinct(row.get("command", result.get("command", "")) for row in rows)
     origin = (
         f"Measured on {', '.join(devices)}, torch {', '.join(torch_versions)}; commit "
         f"{', '.join(commits)}; `{'`, `'.join(commands)}`. "

@@ -17,16 +17,20 @@ from mixer.common.errors import UserError, end_with_parent, first_line
 from mixer.common.files import as_path, check_writable, read_json, results_locked, write_json
 from mixer.common.terminal import lasting_output
 from mixer.comparison.plan import SIGNALS, Job, Run, data_options
-from mixer.comparison.report import write_report
+from mixer.comparison.report import COLUMNS, write_report
 
 LEFT = 3  # exit status of a command that must be given again to do all
 SAY_EVERY = 10.0  # seconds, of what a run has printed
-# What each row of the results must have, what it must have if it has a loss, and both for kinds.
+# What each row of the results must have, what it must have if it has a loss, both for kinds, and
+# what a report shows beside that.
 OF_ROW = {"settings": dict, "hardware": dict, "commit": str}
 OF_LOSS = {"validation_loss": float, "training_seconds": float, "steps": int}
 OF_MODEL = {"kind": str, "size": str, "budget": float, "lr": float}
 OF_SPEED = {"tokens_per_second": float, "training_tokens": int, "tokens_a_step": int}
-ROW_SHAPE = OF_ROW | OF_LOSS | OF_MODEL | OF_SPEED | {"text_sha256": [str], str: object}
+SHOWN = {key: float | None for key, *_ in COLUMNS.values()}
+ROW_SHAPE = SHOWN | OF_ROW | OF_LOSS | OF_MODEL | OF_SPEED
+ROW_SHAPE |= {"text_sha256": [str], "command": str, "seed": int, str: object}
+ROW_SHAPE |= {"hardware": {"device": str, "torch": str, str: object}}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

@@ -496,7 +496,9 @@ ROW |= {"validation_loss": 4.0, "training_seconds": 1.0, "steps": 3}
     ("row", "said"),
     [(None, "runs.b = None"), (ROW | {"steps": "3"}, "runs.b.steps = '3'; allowed: a whole number")]
     + [(ROW | {"hardware": {}}, "runs.b has no hardware.device"), ({}, "runs.b has no settings")]
-    + [({name: ROW[name] for name in list(ROW)[:4]}, "runs.b has no training_seconds")],
+    + [({name: ROW[name] for name in list(ROW)[:4]}, "runs.b has no training_seconds")]
+    + [(ROW | {"accuracy": "high"}, "runs.b.accuracy = 'high'; allowed")]
+    + [(ROW | {"hardware": {"device": 1}}, "runs.b.hardware.device = 1; allowed: text")],
 )
 def test_results_that_were_cut_are_refused(row, said, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"runs": {"a": ROW, "b": row}}))
