@@ -21,6 +21,7 @@ from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.launch import rank
 from mixer.common.progress import time_reported
 from mixer.data.samples import Batch
+from mixer.data.tokenizer import TextBytes
 from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error
 from mixer.evaluation import scoring, texts
 from mixer.evaluation.beir import measures, read_collection
@@ -215,13 +216,15 @@ def evaluate_text(
         batches = (samples.batch(range(len(samples))[start:][:size]) for start in starts)
     else:
         batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
+    has_bytes = text.bytes > 0
+    text_bytes = TextBytes(tokenizer, text.streams, text.bytes) if has_bytes else None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of an earlier checkpoint
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
     with said_progress(batches, text) as batches:
         own_batches = itertools.islice(batches, process.rank, None, process.size)
-        scores = score_tokens(TokenLoss(model).eval(), own_batches, window, process)
+        scores = score_tokens(TokenLoss(model).eval(), own_batches, window, process, text_bytes)
     speed = {
         "tokens_per_second": scores.tokens / (time.perf_counter() - began),
         "peak_memory_gb": peak_memory_gb(device),
@@ -272,9 +275,10 @@ def describe_model(
 
 
 def numbers(scores: TokenScores, text: Text, context: int) -> dict:
-    """What a report has of the text and its scores, also per word and byte if it has any. Where
-    windows are longer than the trained `context`, it has the loss in its second half and past it:
-    the first tokens, with little to go by, would raise the former.
+    """What a report has of the text and its scores, also per word and byte if it has any: of what
+    the scored tokens stand for, without the first of a stream. Where windows are longer than the
+    trained `context`, it has the loss in its second half and past it: the first tokens, with little
+    to go by, would raise the former.
     """
     result = {
         "text": text.name,
@@ -291,9 +295,11 @@ def numbers(scores: TokenScores, text: Text, context: int) -> dict:
         "count_by_position": scores.count_by_position.tolist(),
     }
     sizes = {"token": scores.tokens}
-    if text.bytes:
-        sizes |= {"word": max(text.words, 1), "byte": text.bytes}
-        result["bits_per_byte"] = scores.nats / math.log(2) / text.bytes
+    if text.bytes and scores.bytes:
+        share = scores.bytes / text.bytes
+        sizes |= {"word": share * max(text.words, 1), "byte": scores.bytes}
+        result["bytes_scored"] = scores.bytes
+        result["bits_per_byte"] = scores.nats / math.log(2) / scores.bytes
     for unit, size in sizes.items():  # of words, that of an untrained model can exceed fp64
         nats = scores.nats / size
         result[f"{unit}_perplexity"] = math.exp(nats) if nats < 709 else None
