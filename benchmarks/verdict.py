@@ -137,11 +137,12 @@ def race(runs: dict[str, dict]) -> str:
     seconds = [run["training_seconds"] for run in (longer, shorter, transformer)]
     slope = (losses[1] - losses[0]) / log(seconds[1] / seconds[0])
     needed = seconds[0] * exp((losses[2] - losses[0]) / slope)
+    rates = [f"{run['tokens_per_second'] / 1e6:.2f}M" for run in (shorter, longer)]
     return (
         f"On books, mixing in the MLP with attention ends {seconds[1]:.0f} s at {losses[1]:.4f}, "
         f"and {seconds[0]:.0f} s at {losses[0]:.4f}. Interpolated, it has the transformer's loss "
         f"of {seconds[2]:.0f} s, {losses[2]:.4f}, after {needed:.0f} s: "
-        f"{needed / seconds[2]:.2f} of its time (one seed)."
+        f"{needed / seconds[2]:.2f} of its time (one seed, {' and '.join(rates)} tokens/s)."
     )
 
 
