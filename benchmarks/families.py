@@ -5,11 +5,11 @@ they generate.
     python benchmarks/families.py RESULTS.json --output PATH --device cpu --prompt 20 --new 4 \\
         --batches 1,2
 
-RESULTS.json has the runs of benchmarks/plans/families.yaml, or of another plan of `runs` with
-keep_checkpoints. Each model writes --new tokens after a prompt of random ones, as
-benchmarks/generation.py measures it, with a cache that grows and with a static one; the faster one
-counts. Writes PATH.json and PATH.md after each of them; the same command leaves out what PATH.json
-has.
+RESULTS.json has the runs of benchmarks/plans/families.yaml, or of another plan of `kinds` with
+keep_checkpoints. Of each kind the best model is taken, at its best rate. It writes --new tokens
+after a prompt of random ones, as benchmarks/generation.py measures it, with a cache that grows and
+with a static one; the faster one counts. Writes PATH.json and PATH.md after each model; the same
+command leaves out what PATH.json has.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from saving import file_of, markdown, measured_by, numbers, origin, parser_of, s
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.common.errors import UserError, first_line, run_command, say_on_stderr
 from mixer.common.files import as_path, read_json
-from mixer.comparison.report import repeated
+from mixer.comparison.report import distinct, finished, repeated
 from mixer.reporting.text import LOSS, SECONDS, SPEED
 
-OF_RUN = ("validation_loss", "training_seconds", "parameters")
+ROW_SHAPE = {"kind": str, "budget": float, str: object}
+OF_RUN = ("checkpoint", "lr", "training_seconds", "tokens", "parameters")
 SETTINGS = ("prompt", "new", "repeats", "device")
 
 
@@ -49,7 +50,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> dict:
-    runs = kept(as_path(options.results))
+    runs = best_of_kinds(as_path(options.results))
     settings = {name: getattr(options, name) for name in SETTINGS}
     output = file_of(options.output, ".json")
     result = measured_by(options, options.device) | {"settings": settings, "generate": []}
@@ -87,38 +88,39 @@ def measure(options: argparse.Namespace) -> dict:
     return result
 
 
-def kept(file: Path) -> dict[str, dict]:
-    """By name, what the table has of each run that kept its checkpoint, and the mean loss of its
-    seeds. Says which runs have no loss, as they diverged: they are left out.
+def best_of_kinds(file: Path) -> dict[str, dict]:
+    """By kind, what the table has of its run of the lowest loss, and the mean loss of its seeds.
+    Says of which kinds no run has a loss: they are left out.
     """
-    runs = read_json(file, "name the results of a plan", required={"runs": {str: dict}})["runs"]
-    seeds = repeated(runs)
-    rows = {}
-    for name, run in runs.items():
-        if "checkpoint" not in run or "seed" in run:
+    remedy = "name the results of a plan of kinds"
+    results = read_json(file, remedy, required={"runs": {str: ROW_SHAPE}})
+    seeds = {rows[0]["checkpoint"]: rows for rows in repeated(results["runs"]).values()}
+    best = {}
+    for kind in distinct(row["kind"] for row in results["runs"].values()):
+        runs = [row for row in finished(results["runs"], kind) if "checkpoint" in row]
+        if not runs:
+            say_on_stderr(f"{kind} is left out: no run of it has a loss and a checkpoint")
             continue
-        if missing := [key for key in OF_RUN if key not in run]:
-            problem = run.get("failure", f"it has no {missing[0]}")
-            say_on_stderr(f"{name} is left out: {problem}")
-            continue
-        losses = [row["validation_loss"] for row in seeds.get(name, [run])]
-        rows[name] = {key: run[key] for key in ("checkpoint", "parameters", "training_seconds")}
-        rows[name] |= {"loss": fmean(losses), "seeds": len(losses)}
-    if not rows:
+        run = min(runs, key=lambda row: row["validation_loss"])
+        losses = [row["validation_loss"] for row in seeds.get(run["checkpoint"], [run])]
+        best[kind] = {"loss": fmean(losses), "seeds": len(losses)}
+        best[kind] |= {key: run[key] for key in OF_RUN}
+    if not best:
         problem = "has no checkpoint of a run that ended with a loss"
         raise UserError(f"{file} {problem}: give the plan keep_checkpoints: true")
-    return rows
+    return dict(sorted(best.items(), key=lambda item: -item[1]["loss"]))
 
 
 def table(result: dict) -> str:
     batches = list(dict.fromkeys(row["batch"] for row in result["generate"]))
-    head = ["model", "loss", "seeds", "training, s", "parameters, M"]
+    head = ["model", "loss", "seeds", "lr", "training, s", "tokens, M", "parameters, M"]
     for batch in batches:
         head += [f"tokens/s, batch {batch}", "cache"]
     rows = []
     for name, run in result["runs"].items():
-        cells = [name, f"{run['loss']:{LOSS}}", str(run["seeds"])]
-        cells += [f"{run['training_seconds']:{SECONDS}}", f"{run['parameters'] / 1e6:.1f}"]
+        cells = [name, f"{run['loss']:{LOSS}}", str(run["seeds"]), f"{run['lr']:g}"]
+        cells += [f"{run['training_seconds']:{SECONDS}}", f"{run['tokens'] / 1e6:.0f}"]
+        cells.append(f"{run['parameters'] / 1e6:.1f}")
         for batch in batches:
             speeds = {
                 row["cache"]: row["tokens_per_second"]

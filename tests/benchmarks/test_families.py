@@ -14,20 +14,28 @@ from mixer.common.errors import UserError
 
 @pytest.fixture(scope="module")
 def results(small_run, tmp_path_factory):
-    """Those of a plan of three models, one of which diverges, and two seeds."""
+    """Those of a plan of three kinds, one of which diverges, at two rates and with two seeds."""
     sections = ("model", "data", "optim")
     common = {f"{part}.{key}": value for part in sections for key, value in small_run[part].items()}
     transformer = {"model.architecture": "shifted_qwen3", "model.num_attention_heads": 2}
     plan = {
-        "common": common | {"train.steps": 3, "train.eval_samples": 8},
+        "common": common | {"train.eval_samples": 8, "logging.log_every": 1},
+        "seconds": 0.2,
+        "sweep_share": 0.5,
+        "rates": [1e-3, 2e-3],
         "keep_checkpoints": True,
         "seeds": [1],
-        "runs": {"mixer": {}, "Qwen3": transformer, "diverged": {"optim.lr": 1e18}},
+        "kinds": {
+            "mixer": {16: {}},
+            "Qwen3": {16: transformer},
+            "diverged": {16: {"optim.matrices_lr": 1e18}},
+        },
     }
     folder = tmp_path_factory.mktemp("families")
     (folder / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
     command = [ROOT / "benchmarks/train_plan.py", folder / "plan.yaml", "--output", folder / "plan"]
-    run_python(*command, "--commit", "abc", output=folder / "printed")
+    printed = run_python(*command, "--commit", "abc", output=folder / "printed", status=2)
+    assert printed.count("diverges even at") == 1
     return folder / "plan.json"
 
 
@@ -44,9 +52,13 @@ def test_models_that_a_plan_has_kept_are_measured_once_and_stand_beside_their_lo
     found = {row[0]: row for row in rows((tmp_path / "speed.md").read_text())}
     assert found.keys() == {"model", "mixer", "Qwen3"}
     for name in ("mixer", "Qwen3"):
-        losses = [runs[run]["validation_loss"] for run in (name, f"{name}, seed 1")]
-        _, loss, seeds, _, _, *cells = found[name]
-        assert loss == f"{sum(losses) / 2:.4f}" and seeds == "2"
+        of_kind = [row for row in runs.values() if row["kind"] == name and row["budget"] == 0.2]
+        best = min(
+            (row for row in of_kind if "seed" not in row), key=lambda row: row["validation_loss"]
+        )
+        losses = [row["validation_loss"] for row in of_kind if row["lr"] == best["lr"]]
+        _, loss, seeds, rate, _, _, _, *cells = found[name]
+        assert loss == f"{sum(losses) / 2:.4f}" and seeds == "2" and float(rate) == best["lr"]
         for batch in (1, 2):
             speeds = {
                 row["cache"]: row["tokens_per_second"]
@@ -79,23 +91,27 @@ def test_a_cache_that_fails_leaves_the_other_one(results, tmp_path, monkeypatch)
     monkeypatch.setattr("sys.argv", command)
     families.main()
     found = rows((tmp_path / "speed.md").read_text())
-    assert [row[5:] for row in found[1:]] == 2 * [["123", "cached", "-", "-"]]
+    assert [row[7:] for row in found[1:]] == 2 * [["123", "cached", "-", "-"]]
 
 
 def test_a_plan_that_kept_nothing_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "plan.json").write_text('{"runs": {"a": {"validation_loss": 3.0}}}')
+    (tmp_path / "plan.json").write_text(
+        '{"runs": {"a": {"kind": "a", "budget": 1, "validation_loss": 3.0}}}'
+    )
     monkeypatch.setattr("sys.argv", ["families.py", str(tmp_path / "plan.json"), "--output", "x"])
     with pytest.raises(UserError, match="has no checkpoint of a run .* loss: give the plan keep_"):
         families.main()
 
 
-def test_runs_without_a_loss_are_left_out_in_a_line(results, tmp_path, capsys):
+def test_kinds_without_a_loss_are_left_out_in_a_line(results, tmp_path, capsys):
     runs = json.loads(results.read_text())["runs"]
-    del runs["Qwen3"]["validation_loss"]
-    del runs["mixer, seed 1"]["validation_loss"]
+    for row in runs.values():
+        if row["kind"] == "Qwen3" or "seed" in row:
+            row.pop("validation_loss", None)
+            row["failure"] = "the loss is not finite"
     (tmp_path / "plan.json").write_text(json.dumps({"runs": runs}))
-    rows = families.kept(tmp_path / "plan.json")
-    assert {name: row["seeds"] for name, row in rows.items()} == {"mixer": 1}
+    best = families.best_of_kinds(tmp_path / "plan.json")
+    assert {kind: row["seeds"] for kind, row in best.items()} == {"mixer": 1}
     said = capsys.readouterr().err
-    assert "Qwen3 is left out: it has no validation_loss\n" in said
-    assert "diverged is left out: " in said and "is not finite" in said
+    for kind in ("Qwen3", "diverged"):
+        assert f"{kind} is left out: no run of it has a loss and a checkpoint\n" in said
