@@ -27,6 +27,7 @@ SAME_SIGNAL_SECONDS = 1.0
 # object, and a group of gloo's waits for its threads then: one that has just ended an operation may
 # itself wait for that lock, to let go of a tensor.
 LASTING_GROUPS: list[Any] = []
+Group = dist.ProcessGroup | None  # of the processes that train one model; None for one process
 STOPPING = b"stopping after this step; the same signal again stops at once\n"
 
 

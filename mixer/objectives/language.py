@@ -16,8 +16,8 @@ from mixer.common.terminal import counted
 from mixer.data.prepare import Data
 from mixer.data.samples import Batch, Samples, TokenFile, to_device
 from mixer.data.tokenizer import TextBytes
-from mixer.distributed.world import Process
-from mixer.objectives.objective import Group, Loss, Objective
+from mixer.distributed.world import Group, Process
+from mixer.objectives.objective import Loss, Objective
 
 
 def token_nats(logits: Tensor, targets: Tensor) -> Tensor:

@@ -6,25 +6,22 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from pkgutil import resolve_name
 
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.common.errors import Say
 from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
-from mixer.distributed.world import Process
+from mixer.distributed.world import Group, Process
 from mixer.objectives.config import ObjectiveConfig, traits_of
-
-Group = dist.ProcessGroup | None  # None for one process
 
 
 class Loss(nn.Module):
     """A model with its loss as one module, which DDP or FSDP wrap.
 
     `forward` takes the two tensors of a batch, each (batch, tokens) int64, and returns losses in
-    fp32 nats. Training minimizes their sum, divided by the tokens that the step counts. In eval
-    mode it returns what the objective's validation scores.
+    fp32 nats. Training minimizes their sum, divided by the step's tokens (see
+    Objective.counts_targets). In eval mode it returns what the objective's validation scores.
 
     Attributes:
         compiled_methods: what torch.compile compiles beside the model's blocks.
@@ -44,7 +41,7 @@ class Objective(ABC):
         traits: what is known of it without its class.
         reads_logits: whether the loss reads the logits of the model's output layer.
         writes_text: whether `mixer generate` writes what was learned.
-        sample_tokens: how many tokens a sample has.
+        sample_tokens: how many tokens a sample has, padding included.
     """
 
     reads_logits = True
@@ -64,8 +61,10 @@ class Objective(ABC):
         return open_data(self.data, self.context, say=say)
 
     def counts_targets(self, data: Data) -> bool:
-        """Whether the loss of a step is divided by its targets other than -100, or by sample_tokens
-        for each sample.
+        """What the loss of a step is divided by, and metrics count as its tokens. True: its targets
+        other than -100, which are counted on the device. False: `sample_tokens` for each sample,
+        which is known without counting. A loss that is a mean over something else, such as pairs,
+        is multiplied by `sample_tokens` first, see PairLoss.
         """
         return True
 

@@ -5,7 +5,6 @@ Importing it takes no time, so that a wrong option is refused at once.
 import difflib
 import json
 import textwrap
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -67,8 +66,8 @@ class TrainConfig(ObjectiveConfig):
 
 
 MOST_EPOCHS = 4  # of a text: beyond, what is repeated is worth less (arXiv 2305.16264)
-# Functions of mixer/training/optim.py, which adds them, by the value of optim.name.
-OPTIMIZERS: dict[str, Callable | None] = {"adamw": None, "muon": None}
+# Where the function of an optimizer is, by the value of optim.name; it takes seconds to import.
+OPTIMIZERS = {"adamw": "mixer.training.optim:adamw", "muon": "mixer.training.optim:muon"}
 # The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
 # places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
 # jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).
