@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import Tensor
 
 from mixer.common.errors import UserError, end_at_interrupt, first_line
-from mixer.common.launch import VARIABLES
+from mixer.common.ranks import VARIABLES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it

@@ -1,17 +1,20 @@
 """What all objectives have in common: the loss as a module, the questions that the rest of the
-package asks an objective, and which one a run has.
+package asks an objective, how processes share what validation scores, and which one a run has.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.common.errors import Say
 from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
+from mixer.data.samples import Batch, Samples
 from mixer.distributed.world import Group, Process
 from mixer.objectives.config import ObjectiveConfig, traits_of
 
@@ -89,6 +92,24 @@ class Objective(ABC):
     def eval_arguments(self) -> list[str]:
         """The options of `mixer eval` that measure what was learned."""
         return []
+
+
+def spread_batches(
+    samples: Samples, count: int, batch_size: int, process: Process
+) -> Iterator[Batch]:
+    """This process's share of `count` samples, spread evenly over a split.
+
+    Every batch is filled up to one shape, as torch.compile would compile another one anew, by
+    samples whose targets are -100. A process without samples gets a batch too, as sharded weights
+    need all processes.
+    """
+    step = batch_size * process.size
+    for start in range(0, count, step):
+        numbers = range(start, min(start + step, count))[process.rank :: process.size]
+        filled = [*numbers, *[0] * (batch_size - len(numbers))]
+        inputs, targets = samples.batch(np.array(filled) * len(samples) // count)
+        targets[len(numbers) :] = -100
+        yield inputs, targets
 
 
 def objective_of(train: ObjectiveConfig, data: DataConfig, context: int) -> Objective:

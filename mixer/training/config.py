@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainConfig(ObjectiveConfig):
-    """The loop, and what it learns."""
+    """The loop, and what it learns. The options that objectives read, too, are in ObjectiveConfig,
+    as their folder is below this one: objective, batch_size, gradient_accumulation_steps,
+    eval_samples and those of single objectives.
+    """
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
     init_from: str = option(
