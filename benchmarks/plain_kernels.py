@@ -42,7 +42,7 @@ def register() -> None:
     implement("mixer::packed_conv_grad_input", "CPU", lambda *rest: grad_input(*rest))
     implement("mixer::packed_conv_grad_weight", "CPU", lambda *rest: grad_weight(*rest))
     implement("mixer::short_conv", "CPU", short_conv)
-    implement("mixer::short_conv_gradients", "CPU", short_gradients)
+    implement("mixer::short_conv_gradients", "CPU", short_conv_gradients)
 
 
 def packed_conv(
@@ -121,7 +121,7 @@ def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | 
     return plain.triangular_conv(x, None, bias, residual, lags=lags[:, None])
 
 
-def short_gradients(
+def short_conv_gradients(
     dy: Tensor, x: Tensor, lags: Tensor, biases: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, window = lags.shape

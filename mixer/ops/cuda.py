@@ -1,5 +1,7 @@
-"""Backend `cuda` of the triangular convolution: the operator `mixer::packed_conv` and its
-autograd formula, and the CUDA kernels of `csrc`, called through ctypes.
+"""Backend `cuda` of the triangular convolution: `by_kernels`, made of the operators
+`mixer::short_conv`, for a few lags, and `mixer::packed_conv`, for all else, with their autograd
+formulas; and `row_by_kernel`, which is `mix_row`. They call the CUDA kernels of `csrc` through
+ctypes.
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
 then in, or by lag (heads, window); bias (heads, context), context >= tokens; packed (heads, rows,
@@ -151,11 +153,11 @@ def _(x, lags, bias, residual):
 
 
 @operator("mixer::short_conv_gradients")
-def short_gradients(
+def short_conv_gradients(
     dy: Tensor, x: Tensor, lags: Tensor, biases: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, contiguous, in dy's dtype; in fp32 dlags (heads, window) and dbias (heads, biases)."""
-    dx, dlags, dbias = empty_short_gradients(dy, x, lags, biases)
+    dx, dlags, dbias = empty_short_conv_gradients(dy, x, lags, biases)
     if not x.numel():
         return dx, dlags.zero_(), dbias.zero_()
     heads, window = lags.shape
@@ -171,7 +173,7 @@ def short_gradients(
 
 
 @torch.library.register_fake("mixer::short_conv_gradients")
-def empty_short_gradients(dy, x, lags, biases):
+def empty_short_conv_gradients(dy, x, lags, biases):
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     dlags = x.new_empty(lags.shape, dtype=sum_dtype)
@@ -191,7 +193,7 @@ def _backward_short(ctx, dy):
     if dy is None:
         return None, None, None, None
     x, lags = ctx.saved_tensors
-    dx, dlags, dbias = short_gradients(dy, x, lags, ctx.biases)
+    dx, dlags, dbias = short_conv_gradients(dy, x, lags, ctx.biases)
     dbias = dbias.to(lags.dtype) if ctx.biases else None
     return dx, dlags.to(lags.dtype), dbias, dy if ctx.needs_input_grad[3] else None
 
