@@ -216,8 +216,11 @@ def passes_and_optimizer(
     compiles_optimizer = is_compiled and not world.is_sharded
     optimizer = build_optimizer(model, run.optim, group, compiled if compiles_optimizer else None)
     if is_compiled and not obstacle_to_graph(run, world):
-        return recorded_passes(loss, shape, world), world.accelerator.prepare(optimizer)
-    return wrapped_passes(loss, optimizer, shape, world)
+        passes = recorded_passes(loss, shape, world)
+        wrapped_optimizer: Any = world.accelerator.prepare(optimizer)
+    else:
+        passes, wrapped_optimizer = wrapped_passes(loss, optimizer, shape, world)
+    return passes, wrapped_optimizer
 
 
 def loss_on_device(model: PreTrainedModel, run: RunConfig, group: Group, world: World) -> Loss:
