@@ -30,30 +30,27 @@ SHORTER = "the same, 200 s"
 TABLES = {
     "Books, 60 s": {
         "Qwen3-style transformer": ("minute_512_h200", TRANSFORMER),
-        "mixing in the MLP, attention": ("minute_512_h200", IN_MLP),
-        "plain mixing, attention": (
+        "mixing in the MLP + attention": ("minute_512_h200", IN_MLP),
+        "plain mixing + attention": (
             "today_512_h200",
             f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
         ),
-        "plain mixing, keyed mixing": (
+        "plain mixing + keyed mixing": (
             "today_512_h200",
             f"{KEYED}, every second of 8, 60 s, lr 0.004",
         ),
-        "gated mixing, suffix match": (
+        "gated mixing + suffix match": (
             "today_512_h200",
             "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
         ),
-        "mixing in the MLP, suffix match": ("minute_512_h200", "plain, mixing in the MLP"),
+        "mixing in the MLP + suffix match": ("minute_512_h200", "plain, mixing in the MLP"),
     },
     "Books, 300 s": {
-        "Qwen3-style transformer": (
-            "today_512_h200",
-            "Qwen3 512, shifted keys, weight decay 0.1, 300 s, lr 0.002",
-        ),
-        "plain mixing, attention": ("today_512_h200", f"{ATTENTION}, 300 s, lr 0.002"),
-        "mixing in the MLP, attention": (FIVE_MINUTES, DEEP),
-        "plain mixing, keyed mixing": ("today_512_h200", f"{KEYED}, 300 s, lr 0.002"),
-        "gated mixing, suffix match": (
+        "Qwen3-style transformer": (FIVE_MINUTES, TRANSFORMER),
+        "plain mixing + attention": ("today_512_h200", f"{ATTENTION}, 300 s, lr 0.002"),
+        "mixing in the MLP + attention": (FIVE_MINUTES, DEEP),
+        "plain mixing + keyed mixing": ("today_512_h200", f"{KEYED}, 300 s, lr 0.002"),
+        "gated mixing + suffix match": (
             "today_512_h200",
             "gated 512, suffix match, 12 blocks, 300 s, lr 0.002",
         ),
@@ -64,12 +61,12 @@ TABLES = {
             "today_code_512_h200",
             "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
         ),
-        "code: mixing in the MLP, attention": ("minute_code_512_h200", IN_MLP),
-        "code: plain mixing, attention, another host": (
+        "code: mixing in the MLP + attention": ("minute_code_512_h200", IN_MLP),
+        "code: plain mixing + attention, another host": (
             "today_code_512_h200",
             f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
         ),
-        "code: gated mixing, suffix match, another host": (
+        "code: gated mixing + suffix match, another host": (
             "today_code_512_h200",
             "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
         ),
@@ -80,10 +77,10 @@ TABLES = {
             "today_2048_h200",
             "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
         ),
-        "context 2048: mixing in the MLP, attention": ("minute_2048_h200", WIDE),
+        "context 2048: mixing in the MLP + attention": ("minute_2048_h200", WIDE),
     },
 }
-HEAD = ["model", "of its blocks", "window", "parameters, M", "tokens, M", "seconds", "loss"]
+HEAD = ["model", "blocks with attention", "window", "parameters, M", "tokens, M", "seconds", "loss"]
 HEAD += ["to the transformer", "seeds"]
 
 
@@ -140,25 +137,26 @@ def race(runs: dict[str, dict]) -> str:
     seconds = [run["training_seconds"] for run in (longer, shorter, transformer)]
     slope = (losses[1] - losses[0]) / log(seconds[1] / seconds[0])
     needed = seconds[0] * exp((losses[2] - losses[0]) / slope)
+    rates = [f"{run['tokens_per_second'] / 1e6:.2f}M" for run in (shorter, longer)]
     return (
         f"On books, mixing in the MLP with attention ends {seconds[1]:.0f} s at {losses[1]:.4f}, "
         f"and {seconds[0]:.0f} s at {losses[0]:.4f}. Interpolated, it has the transformer's loss "
         f"of {seconds[2]:.0f} s, {losses[2]:.4f}, after {needed:.0f} s: "
-        f"{needed / seconds[2]:.2f} of its time (one seed)."
+        f"{needed / seconds[2]:.2f} of its time (one seed, {' and '.join(rates)} tokens/s)."
     )
 
 
 def blocks(settings: dict) -> str:
-    """How many blocks have queries and keys, of how many."""
+    """How many blocks have attention or keyed mixing, of how many."""
     total = settings["model.num_hidden_layers"]
     if settings.get("model.architecture", "mixer") != "mixer":
-        return f"attention in {total} of {total}"
+        return f"{total} of {total}"
     if not settings.get("model.mixer_key_size"):
-        return f"no attention, {total}"
-    keyed_mixing = "attention" if settings.get("model.mixer_attention") else "keys"
+        return f"none of {total}"
     listed = settings.get("model.mixer_keyed_blocks")
-    keyed = len(listed) if listed else total // settings["model.mixer_keyed_every"]
-    return f"{keyed_mixing} in {keyed} of {total}"
+    number = len(listed) if listed else total // settings["model.mixer_keyed_every"]
+    keyed = "" if settings.get("model.mixer_attention") else " (keyed)"
+    return f"{number} of {total}{keyed}"
 
 
 def window(settings: dict) -> str:
