@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM
 from mixer.common.errors import UserError, run_command
-from mixer.ops import cuda
+from mixer.ops import selftest
 
 CACHES = {  # and the options of generate that make them
     "cached": {},
@@ -118,7 +118,7 @@ def build_mixer(options: argparse.Namespace, mixing_weight: str) -> MaskedMixerF
 def measure(options: argparse.Namespace) -> dict:
     started = time.perf_counter()
     torch.manual_seed(0)
-    reason = cuda.fault(0) if options.device == "cuda" else None
+    reason = selftest.fault(0) if options.device == "cuda" else None
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     names = ("hidden", "layers", "vocabulary", "context", "prompt", "new", "repeats")

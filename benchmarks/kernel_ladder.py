@@ -25,7 +25,7 @@ from saving import markdown, measured_by, numbers, origin, parser_of, save
 from torch import Tensor
 
 from mixer.common.errors import UserError, first_line, run_command
-from mixer.ops import cuda
+from mixer.ops import cuda, selftest
 from mixer.ops.build import find_nvcc
 
 SOURCE = Path(__file__).resolve().parents[1] / "dev" / "cuda" / "forward.cu"
@@ -148,7 +148,7 @@ def unavailable(version: int) -> str | None:
     """Why a version cannot run on this GPU; None if it can."""
     if version == 6 and torch.cuda.get_device_capability() != (9, 0):
         return "needs compute capability 9.0"
-    return cuda.fault(0) if version == 7 else None
+    return selftest.fault(0) if version == 7 else None
 
 
 # ------------------------------------------------------------------------- check and timing

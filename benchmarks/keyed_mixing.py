@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mixer.common.errors import UserError, run_command
 from mixer.ops import keyed, keyed_conv, plain, triangular_conv
-from mixer.ops.cuda import difference
+from mixer.ops.selftest import difference
 
 DEVICE = "cuda"
 RESULTS = ("y", "dquery", "dkey", "dvalue", "dweight", "dbias")

@@ -37,15 +37,15 @@ def replacing_the_kernels() -> Iterator[None]:
 def register() -> None:
     """Makes these functions the operators' kernels on a CPU."""
     implement = torch.library.impl
-    implement("mixer::triangular_conv", "CPU", one_tap)
+    implement("mixer::packed_conv", "CPU", packed_conv)
     # A test may replace these two.
-    implement("mixer::triangular_conv_grad_input", "CPU", lambda *rest: grad_input(*rest))
-    implement("mixer::triangular_conv_grad_weight", "CPU", lambda *rest: grad_weight(*rest))
+    implement("mixer::packed_conv_grad_input", "CPU", lambda *rest: grad_input(*rest))
+    implement("mixer::packed_conv_grad_weight", "CPU", lambda *rest: grad_weight(*rest))
     implement("mixer::short_conv", "CPU", short_conv)
-    implement("mixer::short_conv_gradients", "CPU", short_gradients)
+    implement("mixer::short_conv_gradients", "CPU", short_conv_gradients)
 
 
-def one_tap(
+def packed_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     packed = pack(weight, x.shape[1], x.dtype)
@@ -121,7 +121,7 @@ def short_conv(x: Tensor, lags: Tensor, bias: Tensor | None, residual: Tensor | 
     return plain.triangular_conv(x, None, bias, residual, lags=lags[:, None])
 
 
-def short_gradients(
+def short_conv_gradients(
     dy: Tensor, x: Tensor, lags: Tensor, biases: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, window = lags.shape

@@ -30,7 +30,7 @@ from token_mixing_variants import VARIANTS, Data, Shape, Variant
 
 from mixer.common.errors import UserError, run_command
 from mixer.common.files import write_text
-from mixer.ops import cuda
+from mixer.ops import selftest
 
 MAIN_TOKENS = (512, 1024, 2048, 4096, 8192)
 SWEEP_OPERATIONS = ("forward", "grad_input", "grad_weight", "autograd")
@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict:
     timing.set_tf32(True)
     device = options.device
     planned = shapes(options)
-    reason = cuda.fault(0) if device == "cuda" else None
+    reason = selftest.fault(0) if device == "cuda" else None
     if reason:
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options, device)

@@ -18,7 +18,7 @@ from training_step_models import FORMS, SharedMemory, Size, Step
 
 from mixer import MaskedMixerConfig, MaskedMixerForCausalLM, MixingCache
 from mixer.common.errors import UserError, run_command
-from mixer.ops import cuda, triangular_conv
+from mixer.ops import selftest, triangular_conv
 
 TOKENS = 65536
 CHANNELS = 1024
@@ -34,7 +34,7 @@ NEW = 64
 
 def main() -> None:
     options = parser_of(__doc__).parse_args()
-    if reason := cuda.fault(0):
+    if reason := selftest.fault(0):
         raise UserError(f"nothing to measure: {reason}")
     result = measured_by(options) | {"operator": []}
     for tokens, windows in WINDOWS.items():

@@ -17,7 +17,7 @@ from models import small_model
 
 import mixer
 from mixer.models.shifted_qwen3 import ShiftedQwen3Config, ShiftedQwen3ForCausalLM
-from mixer.ops.triangular import constant_in_a_graph
+from mixer.ops.registration import constant_in_a_graph
 
 PACKAGE = Path(mixer.__file__).parent
 # Lower folders first; those of one row do not import each other.

@@ -30,7 +30,7 @@ from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
 
 # What a resume may change in the model's configuration, what transformers records in it, and what
 # a model from elsewhere may have: none of it changes what the weights compute.
-FREE = {
+MAY_DIFFER = {
     *("mixing_backend", "mixing_init"),
     *("architectures", "dtype", "transformers_version", "_name_or_path"),
     *("bos_token_id", "pad_token_id", "initializer_range"),
@@ -117,7 +117,7 @@ def _compared(config: PreTrainedConfig) -> dict[str, Any]:
     values = {
         name: value
         for name, value in config.to_dict().items()
-        if name not in FREE and not is_dropout(name, value)
+        if name not in MAY_DIFFER and not is_dropout(name, value)
     }
     return json.loads(json.dumps(values, default=str))
 

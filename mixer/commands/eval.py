@@ -21,7 +21,7 @@ from functools import partial
 from mixer.checkpoints.model_files import existing
 from mixer.common.errors import command_parser, run_command
 from mixer.common.files import as_path, check_writable
-from mixer.common.launch import rank
+from mixer.common.ranks import rank
 from mixer.distributed.launcher import follow_launcher
 from mixer.evaluation.config import EvalOptions, check_options, default_directory
 

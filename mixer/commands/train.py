@@ -8,7 +8,7 @@ Outside a checkout, launch `-m mixer train` instead of train.py.
 
 from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import check_writable
-from mixer.common.launch import rank
+from mixer.common.ranks import rank
 from mixer.data.sources import check_data
 from mixer.distributed.launcher import follow_launcher
 from mixer.training.config import describe_options, load_config

@@ -1,6 +1,6 @@
 """What all parts use:
 
-launch    which process of a launch this is
+ranks     which process of a launch this is
 errors    UserError, and how a command is called, reports errors and exits
 terminal  printing where the reader may go, and how quantities are printed
 progress  lines that say how far something is

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from mixer.common.launch import rank
+from mixer.common.ranks import rank
 from mixer.common.terminal import LastingStream
 
 Say = Callable[[str], None]  # tells the user a line of progress

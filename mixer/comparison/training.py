@@ -12,7 +12,7 @@ from mixer.data.config import Manifest
 from mixer.reporting.text import METRICS, readable_lines
 from mixer.training.config import load_config
 from mixer.training.loop import train
-from mixer.training.passes import useful_flops
+from mixer.training.metrics import useful_flops
 
 POINTS = 60  # of a curve of the results, at most
 

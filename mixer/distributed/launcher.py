@@ -6,7 +6,7 @@ import signal
 import sys
 
 from mixer.common.errors import UserError
-from mixer.common.launch import RANKS, VARIABLES, is_launched
+from mixer.common.ranks import RANKS, VARIABLES, is_launched
 
 # Variables that accelerate and torchrun set. RANK may come from a shell that ends before the run.
 ACCELERATE = "ACCELERATE_DYNAMO_BACKEND"

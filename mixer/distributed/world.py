@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import Tensor
 
 from mixer.common.errors import UserError, end_at_interrupt, first_line
-from mixer.common.launch import VARIABLES
+from mixer.common.ranks import VARIABLES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # A launcher may pass on a signal that its processes have received themselves. Within this time it
@@ -27,6 +27,7 @@ SAME_SIGNAL_SECONDS = 1.0
 # object, and a group of gloo's waits for its threads then: one that has just ended an operation may
 # itself wait for that lock, to let go of a tensor.
 LASTING_GROUPS: list[Any] = []
+Group = dist.ProcessGroup | None  # of the processes that train one model; None for one process
 STOPPING = b"stopping after this step; the same signal again stops at once\n"
 
 

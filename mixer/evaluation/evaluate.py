@@ -18,8 +18,8 @@ from mixer.checkpoints.pretrained import check_token, load_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
-from mixer.common.launch import rank
 from mixer.common.progress import time_reported
+from mixer.common.ranks import rank
 from mixer.data.samples import Batch
 from mixer.data.tokenizer import TextBytes
 from mixer.distributed.world import LASTING_GROUPS, Process, leave_with_error

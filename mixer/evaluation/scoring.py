@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import lacks_bf16
-from mixer.common.launch import is_launched
+from mixer.common.ranks import is_launched
 from mixer.data.samples import Batch
 from mixer.distributed.world import Process
 

@@ -4,8 +4,8 @@ options: a part of the section `train`. Importing this file takes no time.
 
 from dataclasses import dataclass
 
-from mixer.common.launch import processes
 from mixer.common.options import option
+from mixer.common.ranks import processes
 from mixer.data.config import TASKS, TEXTS, DataConfig
 
 # Among how many texts a text's partner is looked for, where retrieval is measured.
@@ -42,7 +42,9 @@ OBJECTIVES = {
 
 @dataclass
 class ObjectiveConfig:
-    """The part of the section `train` that objectives read."""
+    """The part of the section `train` that objectives read, as validation and what
+    `objective_problems` refuses depend on it; TrainConfig of mixer/training/config.py has the rest.
+    """
 
     objective: str = option(
         "language",

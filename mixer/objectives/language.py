@@ -3,7 +3,7 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from mixer.common.terminal import counted
 from mixer.data.prepare import Data
-from mixer.data.samples import Batch, Samples, TokenFile, to_device
+from mixer.data.samples import Batch, TokenFile, to_device
 from mixer.data.tokenizer import TextBytes
-from mixer.distributed.world import Process
-from mixer.objectives.objective import Group, Loss, Objective
+from mixer.distributed.world import Group, Process
+from mixer.objectives.objective import Loss, Objective, spread_batches
 
 
 def token_nats(logits: Tensor, targets: Tensor) -> Tensor:
@@ -113,24 +113,6 @@ def score_tokens(
     nats, counts, right = process.sum(sums).cpu().numpy()
     size = process.sum(size).item()
     return TokenScores(nats, counts.astype(np.int64), right.astype(np.int64), size)
-
-
-def spread_batches(
-    samples: Samples, count: int, batch_size: int, process: Process
-) -> Iterator[Batch]:
-    """This process's share of `count` samples, spread evenly over a split.
-
-    Every batch is filled up to one shape, as torch.compile would compile another one anew, by
-    samples whose targets are -100. A process without samples gets a batch too, as sharded weights
-    need all processes.
-    """
-    step = batch_size * process.size
-    for start in range(0, count, step):
-        numbers = range(start, min(start + step, count))[process.rank :: process.size]
-        filled = [*numbers, *[0] * (batch_size - len(numbers))]
-        inputs, targets = samples.batch(np.array(filled) * len(samples) // count)
-        targets[len(numbers) :] = -100
-        yield inputs, targets
 
 
 class Language(Objective):

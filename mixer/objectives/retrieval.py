@@ -19,9 +19,9 @@ from mixer.common.terminal import counted
 from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
 from mixer.data.samples import Batch, Indices, Samples, TokenFile, to_device
-from mixer.distributed.world import Process
+from mixer.distributed.world import Group, Process
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
-from mixer.objectives.objective import Group, Loss, Objective
+from mixer.objectives.objective import Loss, Objective
 
 MOST_PAIRS = max(CANDIDATES)  # that are compared with each other
 
@@ -156,7 +156,8 @@ def top1(queries: Tensor, targets: Tensor, keys: Tensor) -> dict[str, float]:
 class PairLoss(Loss):
     """Queries and targets, (batch, tokens) int64 each with -100 behind the end of a text, -> the
     InfoNCE of each query among the targets of all processes, (batch,) fp32 nats, times the tokens
-    of a pair, because the loop divides by tokens. In eval mode -> their vectors (2, batch, hidden).
+    of a pair. As a step's loss is divided by its tokens, for metrics to have them, this makes it
+    the mean over pairs. In eval mode -> their vectors (2, batch, hidden).
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, group: Group = None):

@@ -1,27 +1,26 @@
-"""Backend `cuda` of the triangular convolution: the operator `mixer::triangular_conv` and its
-autograd formula, and the CUDA kernels of `csrc`, called through ctypes.
+"""Backend `cuda` of the triangular convolution: `by_kernels`, made of the operators
+`mixer::short_conv`, for a few lags, and `mixer::packed_conv`, for all else, with their autograd
+formulas; and `row_by_kernel`, which is `mix_row`. They call the CUDA kernels of `csrc` through
+ctypes.
 
 Shapes: x, y, residual, dy, dx (batch, tokens, channels); weight (heads, context, context), out
 then in, or by lag (heads, window); bias (heads, context), context >= tokens; packed (heads, rows,
 columns). x, dy and packed are fp16 or bf16, and sums fp32. `window` is 0 for a full weight.
 
 Kernels run on the current stream of x's device, nothing here waits for the GPU, and the same call
-gives the same bits each time. triangular.py has checked shapes, dtypes and devices, and asked
-`fault` whether the kernels can run.
+gives the same bits each time. triangular.py has checked shapes, dtypes and devices, and
+selftest.py whether the kernels can run.
 """
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from mixer.common.errors import UserError, first_line
-from mixer.ops import plain
 from mixer.ops.plain import for_positions, seen_by_tap
-from mixer.ops.registration import operator
+from mixer.ops.registration import operator, refuse_second_derivatives, without_derivative
 
 STRIP_ROWS = 128  # MIXER_STRIP_ROWS in csrc/params.h
 SHORT_WINDOW = 8  # MIXER_SHORT_WINDOW
@@ -53,22 +52,20 @@ class Params(ctypes.Structure):
     )
 
 
-# ------------------------------------------------------------------------- the operator
+# ------------------------------------------------------------------------- the operators
 
 
-def triangular_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
-    """y, given a weight (heads, taps, context, context) or by lag (heads, taps, window). The
-    kernels have one tap; several are a sum of calls. By lag, the bias is (heads, any number), of
-    which later tokens have the last.
+def by_kernels(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """`triangular_conv` by the kernels, of a weight (heads, taps, context, context) or by lag
+    (heads, taps, window). The kernels have one tap; several are a sum of calls. By lag, the bias is
+    (heads, any number), of which later tokens have the last.
     """
     heads, taps = weight.shape[:2]
     by_lag = weight.dim() == 3
     is_short = by_lag and weight.shape[-1] <= SHORT_WINDOW
     if by_lag and bias is not None and not (is_short and bias.shape[-1] == 1):
         bias = for_positions(x.shape[1], bias)
-    conv = short_conv if is_short else one_tap_result
+    conv = short_conv if is_short else packed_conv_result
     if taps == 1:
         return conv(x, weight.squeeze(1), bias, residual)
     x_by_head = x.unflatten(-1, (heads, -1))  # (batch, tokens, heads, channels of a head)
@@ -80,13 +77,13 @@ def triangular_conv(
     return y
 
 
-def one_tap_result(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
-    y, _ = one_tap(x, weight, bias, residual)
+def packed_conv_result(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None):
+    y, _ = packed_conv(x, weight, bias, residual)
     return y
 
 
-@operator("mixer::triangular_conv")
-def one_tap(
+@operator("mixer::packed_conv")
+def packed_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """y and the packed weight (masked, cast, padded), which is made once and kept for backward."""
@@ -94,7 +91,7 @@ def one_tap(
     return forward(x, packed, bias, residual, window_of(weight)), packed
 
 
-@torch.library.register_fake("mixer::triangular_conv")
+@torch.library.register_fake("mixer::packed_conv")
 def _(x, weight, bias, residual):
     packed = x.new_empty(packed_shape(weight.shape[0], x.shape[1], window_of(weight)))
     return torch.empty_like(x, memory_format=torch.contiguous_format), packed
@@ -133,29 +130,7 @@ def _backward(ctx, dy, _):
     )
 
 
-def refuse_second_derivatives(operator: str) -> None:
-    """To be called in backward, where create_graph=True turns gradients on. torch's own
-    once_differentiable refuses too little: torch.autograd.grad with respect to an argument goes
-    round its error, and leaves out terms of a Hessian without a word.
-    """
-    if torch.is_grad_enabled():
-        no_second_derivatives(operator)
-
-
-def no_second_derivatives(operator: str) -> NoReturn:
-    raise NotImplementedError(
-        f"second derivatives of {operator} need backend 'dense': use it here (for a model, load it "
-        "with mixing_backend='dense')"
-    )
-
-
-def without_derivative(gradients_operator: str, operator: str) -> None:
-    """Registers that an operator which computes the gradients of another has no derivative."""
-    name = f"mixer::{gradients_operator}"
-    torch.library.register_autograd(name, lambda ctx, *_: no_second_derivatives(operator))
-
-
-torch.library.register_autograd("mixer::triangular_conv", _backward, setup_context=_setup_context)
+torch.library.register_autograd("mixer::packed_conv", _backward, setup_context=_setup_context)
 
 
 # ------------------------------------------------------------------------- short windows
@@ -178,11 +153,11 @@ def _(x, lags, bias, residual):
 
 
 @operator("mixer::short_conv_gradients")
-def short_gradients(
+def short_conv_gradients(
     dy: Tensor, x: Tensor, lags: Tensor, biases: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, contiguous, in dy's dtype; in fp32 dlags (heads, window) and dbias (heads, biases)."""
-    dx, dlags, dbias = empty_short_gradients(dy, x, lags, biases)
+    dx, dlags, dbias = empty_short_conv_gradients(dy, x, lags, biases)
     if not x.numel():
         return dx, dlags.zero_(), dbias.zero_()
     heads, window = lags.shape
@@ -190,7 +165,7 @@ def short_gradients(
     tensors["dbias"] = dbias if biases else None
     params = params_of(x, x.shape, heads, window, tensors)
     params.weight_dtype = DTYPE_CODES[lags.dtype]
-    workspace_bytes = kernels(params.device).mixer_short_conv_workspace(ctypes.byref(params))
+    workspace_bytes = load_library(params.device).mixer_short_conv_workspace(ctypes.byref(params))
     workspace = x.new_empty(workspace_bytes, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     call("mixer_short_conv_gradients", params)
@@ -198,7 +173,7 @@ def short_gradients(
 
 
 @torch.library.register_fake("mixer::short_conv_gradients")
-def empty_short_gradients(dy, x, lags, biases):
+def empty_short_conv_gradients(dy, x, lags, biases):
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     dlags = x.new_empty(lags.shape, dtype=sum_dtype)
@@ -218,7 +193,7 @@ def _backward_short(ctx, dy):
     if dy is None:
         return None, None, None, None
     x, lags = ctx.saved_tensors
-    dx, dlags, dbias = short_gradients(dy, x, lags, ctx.biases)
+    dx, dlags, dbias = short_conv_gradients(dy, x, lags, ctx.biases)
     dbias = dbias.to(lags.dtype) if ctx.biases else None
     return dx, dlags.to(lags.dtype), dbias, dy if ctx.needs_input_grad[3] else None
 
@@ -275,7 +250,7 @@ def forward(
     return y
 
 
-@operator("mixer::triangular_conv_grad_input")
+@operator("mixer::packed_conv_grad_input")
 def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
     """dx = W^T dy, contiguous, in dy's dtype."""
     dx = torch.empty_like(dy, memory_format=torch.contiguous_format)
@@ -285,12 +260,12 @@ def grad_input(dy: Tensor, packed: Tensor, window: int = 0) -> Tensor:
     return dx
 
 
-@torch.library.register_fake("mixer::triangular_conv_grad_input")
+@torch.library.register_fake("mixer::packed_conv_grad_input")
 def _(dy, packed, window=0):
     return torch.empty_like(dy, memory_format=torch.contiguous_format)
 
 
-@operator("mixer::triangular_conv_grad_weight")
+@operator("mixer::packed_conv_grad_weight")
 def grad_weight(
     dy: Tensor, x: Tensor, context: int, heads: int, with_bias: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -302,14 +277,14 @@ def grad_weight(
         return dweight.zero_(), dbias.zero_()
     tensors = {"dy": dy, "x": x, "dweight": dweight, "dbias": dbias if with_bias else None}
     params = params_of(x, x.shape, heads, window, tensors)
-    workspace_bytes = kernels(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
+    workspace_bytes = load_library(params.device).mixer_grad_weight_workspace(ctypes.byref(params))
     workspace = x.new_empty(workspace_bytes, dtype=torch.uint8)
     params.workspace = workspace.data_ptr()
     call("mixer_grad_weight", params)
     return dweight, dbias
 
 
-@torch.library.register_fake("mixer::triangular_conv_grad_weight")
+@torch.library.register_fake("mixer::packed_conv_grad_weight")
 def empty_gradients(dy, x, context, heads, with_bias, window=0):
     sum_dtype = torch.promote_types(x.dtype, torch.float32)
     weight_shape = (heads, window) if window else (heads, context, context)
@@ -317,14 +292,37 @@ def empty_gradients(dy, x, context, heads, with_bias, window=0):
     return x.new_empty(weight_shape, dtype=sum_dtype), x.new_empty(bias_shape, dtype=sum_dtype)
 
 
-without_derivative("triangular_conv_grad_input", "triangular_conv")
-without_derivative("triangular_conv_grad_weight", "triangular_conv")
+without_derivative("packed_conv_grad_input", "triangular_conv")
+without_derivative("packed_conv_grad_weight", "triangular_conv")
+
+
+# ------------------------------------------------------------------------- one row
+
+
+def row_by_kernel(memory, x, weight, bias, residual, positions) -> Tensor:
+    """`mix_row` by the kernel, for arguments that `row_uses_kernel` has accepted."""
+    batch, heads, length, width = memory.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tensors = {
+        "memory": memory,
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "residual": residual,
+        "positions": positions,
+        "y": y,
+    }
+    params = params_of(x, (batch, length, heads * width), heads, 0, tensors)
+    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
+    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
+    call("mixer_mix_row", params)
+    return y
 
 
 # ------------------------------------------------------------------------- the arguments
 
 
-def rows(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x itself if its channels are dense and its rows start at multiples of 16 bytes, else a
     contiguous copy, as of an expanded gradient.
     """
@@ -333,8 +331,8 @@ def rows(x: Tensor) -> Tensor:
     unit = 16 // x.element_size()
     outer = zip(x.shape[:2], x.stride()[:2], strict=True)
     strides = [stride for size, stride in outer if size > 1]
-    aligned = all(stride > 0 and stride % unit == 0 for stride in strides)
-    if aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
+    fits = all(stride > 0 and stride % unit == 0 for stride in strides)
+    if fits and x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -363,7 +361,7 @@ def params_of(
         if tensor is None:
             continue
         if name in ("x", "residual", "dy"):
-            tensor = rows(tensor)
+            tensor = aligned(tensor)
             setattr(params, f"{name}_batch_stride", tensor.stride(0))
             setattr(params, f"{name}_token_stride", tensor.stride(1))
         elif name in ("weight", "bias", "dweight", "dbias"):
@@ -394,7 +392,7 @@ def call(name: str, params: Params) -> None:
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
             return call(name, params)
-    library = kernels(index)
+    library = load_library(index)
     # torch.cuda.current_stream(index).cuda_stream takes several times as long.
     params.stream = torch._C._cuda_getCurrentRawStream(index)
     status = getattr(library, name)(ctypes.byref(params))
@@ -404,7 +402,7 @@ def call(name: str, params: Params) -> None:
 
 
 @functools.cache
-def kernels(index: int) -> ctypes.CDLL:
+def load_library(index: int) -> ctypes.CDLL:
     """The library for a device, built if there is none; csrc/api.cu says what is in it. Raises
     UserError where it cannot be built, OSError where it cannot be loaded.
     """
@@ -416,120 +414,3 @@ def kernels(index: int) -> ctypes.CDLL:
     library.mixer_short_conv_workspace.restype = ctypes.c_int64
     library.mixer_error_string.restype = ctypes.c_char_p
     return library
-
-
-# ------------------------------------------------------------------------- do they work here?
-
-MOST_APART = 2e-2  # relative: kernels round to the type
-
-
-@functools.cache
-def fault(index: int) -> str | None:
-    """What keeps the kernels from running on a device, with the one command that fixes it. None if
-    nothing does.
-
-    The first call for a device builds the library if there is none, compares small results with
-    plain PyTorch's and waits for them, so it must not come inside a graph capture. The answer is
-    kept: a failed build is not tried again in this process.
-    """
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return "torch sees no NVIDIA GPU, which the CUDA kernels need: `mixer doctor`."
-    try:
-        problem = wrong_result(torch.device("cuda", index))
-    except UserError as error:
-        return str(error)
-    except (RuntimeError, OSError) as error:  # most often nvcc is newer than the driver
-        return (
-            "the CUDA kernels are there but do not run on "
-            f"{torch.cuda.get_device_name(index)}: {first_line(error)}. Update the driver, or "
-            "build them with a toolkit that it supports: "
-            "`CUDA_HOME=/usr/local/cuda-12 python -m mixer.ops.build`"
-        )
-    if problem:
-        return (
-            f"the CUDA kernels are wrong on {torch.cuda.get_device_name(index)}: {problem}. Build "
-            "them anew: `python -m mixer.ops.build`"
-        )
-    return None
-
-
-def wrong_result(device: torch.device) -> str | None:
-    """Which result of the kernels is wrong on a device; None if none is: in each type that they
-    take there, with a full weight, one by lag, and one of few lags.
-    """
-    dtypes = [torch.float16]
-    if device_facts(device.index)[0] >= 80:
-        dtypes.append(torch.bfloat16)
-    batch, heads, tokens, channels = 2, 2, 320, 128  # tokens end inside of a tile
-    weight_shapes = {
-        "weight": (heads, 1, tokens, tokens),
-        "lags": (heads, 1, tokens),
-        "few lags": (heads, 1, SHORT_WINDOW),
-    }
-    for dtype in dtypes:
-        for name, weight_shape in weight_shapes.items():
-            shapes = {
-                "x": (batch, tokens, channels),
-                name: weight_shape,
-                "bias": (heads, tokens),
-                "residual": (batch, tokens, channels),
-            }
-            problem = compare(triangular_conv, plain_conv, shapes, device, dtype)
-            if problem:
-                return problem
-    return None
-
-
-def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    """`triangular_conv` in plain PyTorch."""
-    if weight.dim() == 4:
-        return plain.triangular_conv(x, weight, bias, residual)
-    return plain.triangular_conv(x, None, bias, residual, lags=weight)
-
-
-def compare(
-    kernels: Callable[..., Tensor],
-    expected: Callable[..., Tensor],
-    shapes: dict[str, tuple[int, ...]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str | None:
-    """Says which result of `kernels`, its output y or a gradient, differs from that of `expected`
-    in fp64 by more than rounding; None if none does.
-
-    shapes: of the arguments of both, which are random numbers, by name.
-    """
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay
-    # Whatever the caller's modes are: this may be its first call, in generation or compiled code.
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-
-        def draw(shape: tuple[int, ...]) -> Tensor:
-            return torch.randn(shape, device=device, dtype=dtype, generator=generator)
-
-        arguments = [draw(shape).requires_grad_() for shape in shapes.values()]
-        exact = [argument.detach().double().requires_grad_() for argument in arguments]
-        y = kernels(*arguments)
-        exact_y = expected(*exact)
-        dy = draw(y.shape)
-        # Of sums, as torch imports its compiler for gradients of anything else: 1.6 s.
-        gradients = torch.autograd.grad((y * dy).sum(), arguments)
-        exact_gradients = torch.autograd.grad((exact_y * dy.double()).sum(), exact)
-    names = ["y", *(f"d{name}" for name in shapes)]
-    problem = difference([y.detach(), *gradients], [exact_y.detach(), *exact_gradients], names)
-    return f"in {dtype}, {problem}" if problem else None
-
-
-def difference(
-    results: Iterable[Tensor], expected: Iterable[Tensor], names: Iterable[str]
-) -> str | None:
-    """Says which result differs from plain PyTorch's by more than rounding; None if none does."""
-    for name, ours, theirs in zip(names, results, expected, strict=True):
-        error = (ours - theirs).norm(dtype=torch.float64)
-        size = theirs.norm(dtype=torch.float64)
-        if not error <= MOST_APART * size:  # NaN is no result either
-            return f"{name} differs by {(error / size).item():.1e} from plain PyTorch's"
-    return None

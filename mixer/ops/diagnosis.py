@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from mixer.ops import build, cuda
+from mixer.ops import build, selftest
 
 # CUDA 12.6 is the last whose torch has V100, and driver 580 the last that knows a V100.
 INSTALL_TORCH = "pip install --force-reinstall torch"  # without force pip keeps what is there
@@ -46,7 +46,7 @@ def blindness() -> tuple[str, str] | None:
 def gpu_problem(index: int, name: str, capability: tuple[int, int]) -> tuple[str, str] | None:
     """What keeps a GPU from running the kernels, if anything does, and a command that fixes it."""
     try:
-        reason = cuda.fault(index)
+        reason = selftest.fault(index)
     except Exception as error:  # whatever a broken GPU makes of it is what we came for
         reason = str(error)
     if reason is None:

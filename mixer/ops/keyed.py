@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mixer.common.errors import first_line
-from mixer.ops import cuda, plain
+from mixer.ops import cuda, plain, selftest
+from mixer.ops.arguments import require, warn_once
 from mixer.ops.plain import in_autocast_dtype
-from mixer.ops.registration import operator
+from mixer.ops.registration import (
+    constant_in_a_graph,
+    operator,
+    refuse_second_derivatives,
+    without_derivative,
+)
 from mixer.ops.strips import Weights, weights_of
-from mixer.ops.triangular import constant_in_a_graph, require, warn_once
 
 # keyed_kernels is imported inside functions: it needs Triton, which a machine may not have.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -55,14 +60,16 @@ def keyed_conv(
         value: (batch, tokens, channels) in their dtype, head after head.
         weight: (heads, 1, context, context), output first; context >= tokens, in their dtype or
             fp32. The strictly upper triangle is never read, and its gradient is exactly zero.
-        bias: (heads, context), in the dtype of weight or lags.
+        bias: (heads, context), in the dtype of weight or lags, or None.
         lags: (heads, 1, context), instead of weight. In a text past the context, each token mixes,
             sums and averages the last `context` tokens, with the last bias, in plain PyTorch.
         decay: (heads,) fp32, not negative; only with lags. It gets no gradient. None drops the
             second term.
-        backend: "cuda" or "auto": our kernels, which never store the score matrix, where they can
-            run (compute capability 8.0 and newer, Triton, all dtypes but fp64), and plain PyTorch
-            elsewhere. "dense": plain PyTorch.
+        backend: "cuda" and "auto" mean the same here: our kernels, which never store the score
+            matrix, where they can run (compute capability 8.0 and newer, Triton, all dtypes but
+            fp64), and plain PyTorch elsewhere. triangular_conv raises an error there for "cuda",
+            but a model has one backend for both, and may need ours for its convolutions alone.
+            "dense": plain PyTorch.
 
     Returns:
         y: (batch, tokens, channels) in the dtype of value. Under autocast query, key and value are
@@ -75,8 +82,11 @@ def keyed_conv(
     query, key, value = in_autocast_dtype(query, key, value)
     _check(query, key, value, weight, bias, lags, decay, backend)
     mixing = weight if lags is None else lags
-    assert mixing is not None and bias is not None  # or _check would have raised
-    heads, context = bias.shape
+    assert mixing is not None  # or _check would have raised
+    heads = mixing.shape[0]
+    context = mixing.shape[-1]
+    if bias is None:
+        bias = mixing.new_zeros(heads, context)
     tokens = query.shape[1]
     key_size = query.shape[-1] // heads
     value_size = value.shape[-1] // heads
@@ -93,8 +103,8 @@ def _check(query, key, value, weight, bias, lags, decay, backend) -> None:
     allowed = (
         "query and key (batch, tokens, heads * size of a key) and value (batch, tokens, channels) "
         "of one dtype; either weight (heads, 1, context, context) with context >= tokens, or lags "
-        "(heads, 1, context), and bias (heads, context), both of that dtype or float32; with lags "
-        "also decay (heads,)"
+        "(heads, 1, context), of that dtype or float32; bias (heads, context), of their dtype or "
+        "None; with lags also decay (heads,)"
     )
     tensors = {
         "query": query,
@@ -115,7 +125,6 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
     by_lag = lags is not None
     name = "lags" if by_lag else "weight"
     mixing = lags if by_lag else weight
-    yield "a bias", bias is not None
     yield "query and value of 3 dimensions", query.dim() == value.dim() == 3
     dimensions = 3 if by_lag else 4
     yield f"{name} of {dimensions} dimensions", mixing.dim() == dimensions
@@ -126,7 +135,7 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
     else:
         square = (heads, 1, context, context)
         yield "weight (heads, 1, context, context)", heads > 0 and mixing.shape == square
-    yield "bias (heads, context)", bias.shape == (heads, context)
+    yield "bias (heads, context)", bias is None or bias.shape == (heads, context)
     fits = decay is None or (by_lag and decay.shape == (heads,))
     yield "decay (heads,), with lags", fits
     yield "1 token or more", query.shape[1] > 0
@@ -136,7 +145,7 @@ def _rules(query, key, value, weight, bias, lags, decay) -> Iterator[tuple[str, 
     fits = query.shape[2] % heads == 0 and value.shape[2] % heads == 0
     yield "heads that divide the channels", fits
     yield "query, key and value of one dtype", query.dtype == key.dtype == value.dtype
-    yield f"{name} and bias of one dtype", mixing.dtype == bias.dtype
+    yield f"{name} and bias of one dtype", bias is None or bias.dtype == mixing.dtype
     yield f"{name} in query's dtype or float32", mixing.dtype in (query.dtype, torch.float32)
 
 
@@ -201,7 +210,7 @@ def fault(
         return plain.keyed_conv(query, key, value, mixing, bias)
 
     try:
-        return cuda.compare(
+        return selftest.compare(
             functools.partial(by_kernels, decay=decay), expected, shapes, device, dtype
         )
     except Exception as error:  # what Triton and CUDA raise has no type of its own
@@ -289,7 +298,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, _):
-    cuda.refuse_second_derivatives("keyed_conv")
+    refuse_second_derivatives("keyed_conv")
     if dy is None:
         return (None,) * 8
     needs_mixing = ctx.needs_input_grad[3]
@@ -307,4 +316,4 @@ def _backward(ctx, dy, _):
 
 
 torch.library.register_autograd("mixer::keyed_conv", _backward, setup_context=_setup_context)
-cuda.without_derivative("keyed_conv_gradients", "keyed_conv")
+without_derivative("keyed_conv_gradients", "keyed_conv")

@@ -178,7 +178,7 @@ def rows_at(positions: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
     return rows.masked_fill(later, 0).to(memory.dtype).permute(2, 0, 1, 3, 4)
 
 
-def turn(
+def norm_and_rotate(
     x: Tensor,
     heads: int,
     *,

@@ -2,19 +2,18 @@
 (`mix_row`): argument checks, and the choice between our kernels and plain PyTorch.
 """
 
-import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from mixer.common.errors import UserError
-from mixer.ops import cuda, plain
-from mixer.ops.plain import BACKENDS, in_autocast_dtype
+from mixer.ops import cuda, plain, selftest
+from mixer.ops.arguments import on_one_device, require, warn_once
+from mixer.ops.plain import in_autocast_dtype
+from mixer.ops.registration import constant_in_a_graph
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-logger = logging.getLogger("mixer.ops")
 
 
 def triangular_conv(
@@ -75,7 +74,7 @@ def triangular_conv(
     mixing = weight if lags is None else lags
     assert mixing is not None  # or _check would have raised
     if uses_kernels(backend, x, mixing.shape[0]):
-        return cuda.triangular_conv(x, mixing, bias, residual)
+        return cuda.by_kernels(x, mixing, bias, residual)
     return plain.triangular_conv(x, weight, bias, residual, lags=lags)
 
 
@@ -130,56 +129,7 @@ def _rules(x, weight, lags, bias, residual) -> Iterator[tuple[str, bool]]:
         yield "residual in x's dtype", residual.dtype == x.dtype
 
 
-# ------------------------------------------------------------------------- arguments
-
-
-def require(
-    rules: Iterable[tuple[str, bool]],
-    backend: str,
-    operator: str,
-    allowed: str,
-    arguments: dict[str, Tensor | None],
-) -> None:
-    """Raises ValueError for an unknown backend, and for tensors that break a rule, the first of
-    which it says first, or are on different devices: kernels would read and write out of bounds.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    tensors = {name: tensor for name, tensor in arguments.items() if tensor is not None}
-    broken = ""
-    for rule, holds in rules:
-        if not holds:
-            broken = rule
-            break
-    if not broken and on_one_device(*tensors.values()):
-        return
-    described = ", ".join(
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        for name, tensor in tensors.items()
-    )
-    needs = broken or "all tensors on one device"
-    raise ValueError(f"{operator} needs {needs}; it got {described}; allowed: {allowed}")
-
-
-def on_one_device(*tensors: Tensor) -> bool:
-    return all(tensor.device == tensors[0].device for tensor in tensors)
-
-
 # ------------------------------------------------------------------------- kernels or PyTorch?
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    logger.warning(message)
-
-
-def constant_in_a_graph(function: Callable) -> Callable:
-    """Has torch.compile call the function, whose arguments are constants of a compiled graph, while
-    it compiles. torch.compiler.assume_constant_result does the same, but imports the compiler,
-    which takes longer than the rest of PyTorch.
-    """
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
 
 
 def uses_kernels(backend: str, x: Tensor, heads: int) -> bool:
@@ -200,7 +150,7 @@ def _uses_kernels(backend: str, device: torch.device, dtype: torch.dtype, is_ali
     """
     supports = device.type == "cuda" and is_aligned and dtype in (torch.float16, torch.bfloat16)
     if supports and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
-        problem = cuda.fault(device.index)
+        problem = selftest.fault(device.index)
     else:
         heads = "" if is_aligned else ", in heads of an unsupported size"
         problem = (
@@ -258,7 +208,7 @@ def mix_row(
     arguments = (memory, x, weight, bias, residual, positions)
     # The compiler sees through plain PyTorch, but not through a call of the kernel.
     if not torch.compiler.is_compiling() and row_uses_kernel(*arguments, backend):
-        return launch(*arguments)
+        return cuda.row_by_kernel(*arguments)
     return plain.mix_row(*arguments)
 
 
@@ -293,24 +243,4 @@ def row_uses_kernel(memory, x, weight, bias, residual, positions, backend) -> bo
         and width * x.element_size() % 16 == 0
         and on_one_device(positions, *read)
     )
-    return fits and cuda.fault(x.device.index) is None
-
-
-def launch(memory, x, weight, bias, residual, positions) -> Tensor:
-    """`mix_row` by the kernel, for arguments that `row_uses_kernel` has accepted."""
-    batch, heads, length, width = memory.shape
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tensors = {
-        "memory": memory,
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "residual": residual,
-        "positions": positions,
-        "y": y,
-    }
-    params = cuda.params_of(x, (batch, length, heads * width), heads, 0, tensors)
-    params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
-    params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
-    cuda.call("mixer_mix_row", params)
-    return y
+    return fits and selftest.fault(x.device.index) is None

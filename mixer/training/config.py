@@ -5,7 +5,6 @@ Importing it takes no time, so that a wrong option is refused at once.
 import difflib
 import json
 import textwrap
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainConfig(ObjectiveConfig):
-    """The loop, and what it learns."""
+    """The loop, and what it learns. The options that objectives read, too, are in ObjectiveConfig,
+    as their folder is below this one: objective, batch_size, gradient_accumulation_steps,
+    eval_samples and those of single objectives.
+    """
 
     steps: int = option(1000, "optimizer steps of the whole run", at_least=1, at_most=10**9)
     init_from: str = option(
@@ -67,8 +69,8 @@ class TrainConfig(ObjectiveConfig):
 
 
 MOST_EPOCHS = 4  # of a text: beyond, what is repeated is worth less (arXiv 2305.16264)
-# Functions of mixer/training/optim.py, which adds them, by the value of optim.name.
-OPTIMIZERS: dict[str, Callable | None] = {"adamw": None, "muon": None}
+# Where the function of an optimizer is, by the value of optim.name; it takes seconds to import.
+OPTIMIZERS = {"adamw": "mixer.training.optim:adamw", "muon": "mixer.training.optim:muon"}
 # The lags' learning rate as a multiple of lr where a run does not say. A lag moves the sums of all
 # places at once, by the more the longer the context: at 8192 tokens the first one makes the loss
 # jump (measured at 512, 2048 and 8192 tokens: dev/LOG.md).

@@ -10,6 +10,7 @@ from dataclasses import asdict
 import torch
 import transformers
 from accelerate import Accelerator
+from torch import Tensor
 from torch.profiler import profile, schedule
 from transformers import PreTrainedModel
 
@@ -21,13 +22,12 @@ from mixer.common.files import run_locked
 from mixer.common.hardware import is_out_of_memory, out_of_memory
 from mixer.common.terminal import counted, lasting_output
 from mixer.data.prepare import Data
-from mixer.data.samples import Batches, SampleOrder, to_device
+from mixer.data.samples import Batch, Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
 from mixer.training.config import MOST_EPOCHS, RunConfig, TrainConfig, used_configuration
 from mixer.training.estimate import less_memory, needed_gb
-from mixer.training.metrics import Metrics, Timer, as_text, in_json
+from mixer.training.metrics import Metrics, Timer, as_text, in_json, useful_flops
 from mixer.training.optim import Guard, clip, gradient_norm, learning_rate, set_learning_rate
-from mixer.training.passes import useful_flops
 from mixer.training.start import State, check_run, open_run_data, start_state
 
 PROFILED = (10, 14)  # the first and the last step after the start that logging.profile traces
@@ -53,23 +53,29 @@ def train(run: RunConfig) -> PreTrainedModel:
             state = start_state(run, data, world)
             # Its first collection takes long, and would hold up a signal that `Stop` is to receive.
             with manual_garbage_collection():
-                metrics = start_metrics(run, state) if world.is_main else None
+                if world.is_main:
+                    write_config(run, state)
+                metrics = open_metrics(run, state) if world.is_main else None
                 world.say(banner(run, state, len(data.training), memory_gb, world))
-                model = Trainer(run, data, state, metrics, world).train()
+                model = TrainingLoop(run, data, state, metrics, world).train()
     accelerator.end_training()
     return model
 
 
-def start_metrics(run: RunConfig, state: State) -> Metrics:
-    """Writes config.yaml and goes on with metrics.jsonl; on the main process alone."""
-    step = state.counters.step
-    if step < run.train.steps:  # else it stays as it is
+def write_config(run: RunConfig, state: State) -> None:
+    """Writes config.yaml, which stays as it is if no steps are left."""
+    if state.counters.step < run.train.steps:
         path = run.directory / "config.yaml"
         save_config(used_configuration(run), path, state.record["earlier"])
+
+
+def open_metrics(run: RunConfig, state: State) -> Metrics:
+    """Goes on with metrics.jsonl."""
+    step = state.counters.step
     return Metrics(run, step, evaluation_due(run.train, step), state.wandb_id)
 
 
-class Trainer:
+class TrainingLoop:
     """The training of a run, on one of its processes. `train` does all steps that are left.
 
     metrics: on the main process; None on the others.
@@ -89,8 +95,8 @@ class Trainer:
         self.scaler = self.accelerator.scaler
         self.model = state.model
         self.passes = state.passes
-        self.accelerated = state.optimizer
-        self.optimizer = self.accelerated.optimizer
+        self.wrapped_optimizer = state.optimizer  # by accelerate
+        self.optimizer = self.wrapped_optimizer.optimizer
         self.counters = state.counters
         # Step 0; on a resume the step where the run stands, whose evaluation a killed run may lack.
         self.evaluates_first = evaluation_due(run.train, self.counters.step)
@@ -124,6 +130,8 @@ class Trainer:
         self.profiles = run.logging.profile and world.is_main
         self.stop = Stop(world)
         self.timer = Timer(self.counters.tokens)
+        self.rate = 0.0  # of the last step
+        self.norm = torch.zeros((), device=self.device)  # of its gradient
         self.uncounted = 0  # target tokens that are counted on the device, not yet in `counters`
         # Since the last line of metrics, of this process; the main one has those before a resume.
         # In float64 the sum is exact, so that its parts may be added in any order.
@@ -167,11 +175,7 @@ class Trainer:
         set_learning_rate(self.optimizer, self.rate)
         with self.timer.count("waiting"):
             micro_batches = [to_device(batch, self.device) for batch in self.batches.next()]
-        step_targets = self.step_tokens
-        if self.counts_targets:  # of all processes
-            targets_of_batches = [(targets != -100).sum() for _, targets in micro_batches]
-            step_targets = self.world.sum(torch.stack(targets_of_batches).sum())
-
+        step_targets = self.targets_in(micro_batches)
         # DDP and FSDP take the mean of the processes' gradients. The factor turns it into the
         # gradient of the mean over all target tokens of the step.
         factor = self.world.size / step_targets
@@ -180,12 +184,21 @@ class Trainer:
         self.norm = gradient_norm(self.optimizer)
         clip(self.optimizer, self.norm, run.train.max_grad_norm)
         self.guard.before_step(self.norm)
-        self.accelerated.step()  # skipped on the device if the gradient is not finite
-        self.accelerated.zero_grad(set_to_none=True)
+        self.wrapped_optimizer.step()  # skipped on the device if the gradient is not finite
+        self.wrapped_optimizer.zero_grad(set_to_none=True)
 
         counters.step += 1
         counters.samples += self.batches.step_samples
         self.uncounted += step_targets
+
+    def targets_in(self, micro_batches: list[Batch]) -> int | Tensor:
+        """How many targets the step has on all processes, by which its loss is divided: see
+        Objective.counts_targets. A number on the device where they are counted.
+        """
+        if not self.counts_targets:
+            return self.step_tokens
+        targets_of_batches = [(targets != -100).sum() for _, targets in micro_batches]
+        return self.world.sum(torch.stack(targets_of_batches).sum())
 
     def between_steps(self) -> bool:
         """Logs, saves and evaluates where that is due. Returns whether a signal ends the run."""

@@ -14,13 +14,24 @@ from typing import Any
 
 import torch
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
+from transformers import PreTrainedModel
 
 from mixer.common.errors import first_line
 from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.distributed.world import World
+from mixer.models.architecture import flops_per_token
 from mixer.reporting.text import readable_lines
 from mixer.training.config import RunConfig
+
+
+def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
+    """Of a training step per token; without an output layer where nothing reads its logits."""
+    output = model.get_output_embeddings()
+    assert output is not None
+    unread = output.weight.numel() * (not run.objective.reads_logits)
+    flops = flops_per_token(model, run.model.max_position_embeddings)
+    return flops["useful"] - 6.0 * unread
 
 
 class Timer:

@@ -2,28 +2,28 @@
 function of the step, and what happens to gradients before a step: their norm, clipping, and a
 guard against non-finite ones.
 
-To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS, here and in config.
+To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS of config.py.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D  # a linear layer, of weights (columns, rows)
 
 from mixer.common.errors import NotFinite
 from mixer.common.hardware import lacks_bf16
+from mixer.distributed.world import Group
 from mixer.training.config import LAGS_LR, LONG, LONG_LAGS_LR, OPTIMIZERS, OptimConfig
 from mixer.training.muon import Muon, skip_and_scale
 
 ROUTERS = ("router", "gate")  # names of linear layers that choose experts
 MOST_SKIPPED = 50  # so many skipped steps in a row end a run
-Processes = dist.ProcessGroup | None  # that hold the same model and may share work
 Compile = Callable[[Callable], Callable] | None  # makes functions of whole parameters faster
 
 
@@ -132,22 +132,22 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, processes: Processes = None, compile: Compile = None
+    model: nn.Module, config: OptimConfig, group: Group = None, compile: Compile = None
 ) -> ChainedOptimizer:
     """The optimizer of a run.
 
     Args:
         model: with its parameters on their device.
+        group: of the processes that hold the same model and may share work.
         compile: such as torch.compile; None where there is no compiler, or parameters are going to
             be sharded.
     """
-    build = OPTIMIZERS[config.name]
-    assert build is not None  # as this module has set it
-    return ChainedOptimizer(build(kinds_of(model), config, processes, compile))
+    build = resolve_name(OPTIMIZERS[config.name])
+    return ChainedOptimizer(build(kinds_of(model), config, group, compile))
 
 
 def adamw(
-    kinds: Kinds, config: OptimConfig, processes: Processes, compile: Compile
+    kinds: Kinds, config: OptimConfig, group: Group, compile: Compile
 ) -> list[torch.optim.Optimizer]:
     """AdamW for everything; weights decay, biases, norms and lags do not."""
     decay = config.weight_decay
@@ -171,27 +171,24 @@ def adamw(
 
 
 def muon(
-    kinds: Kinds, config: OptimConfig, processes: Processes, compile: Compile
+    kinds: Kinds, config: OptimConfig, group: Group, compile: Compile
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of linear layers, AdamW for the rest."""
-    optimizers = adamw(replace(kinds, matrices=[]), config, processes, compile)
+    optimizers = adamw(replace(kinds, matrices=[]), config, group, compile)
     if kinds.matrices:
-        group = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
+        matrices = {"params": kinds.matrices, "lr_factor": config.matrices_lr}
         optimizers.append(
             Muon(
-                [group],
+                [matrices],
                 lr=config.lr,
                 weight_decay=config.weight_decay,
                 momentum=config.momentum,
                 rows=kinds.rows,
-                group=processes,
+                group=group,
                 compile=compile,
             )
         )
     return optimizers
-
-
-OPTIMIZERS |= {"adamw": adamw, "muon": muon}
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:

@@ -20,28 +20,13 @@ import mixer.ops
 from mixer.common.errors import UserError, first_line
 from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
-from mixer.models.architecture import blocks_of, final_norm, flops_per_token
+from mixer.models.architecture import blocks_of, final_norm
 from mixer.models.masked_mixer.modeling import MLP
-from mixer.objectives.objective import Group, Loss
+from mixer.objectives.objective import Loss
 from mixer.training.config import RunConfig
 
 HOPPER = (9, 0)  # compute capability
 SHAPES = 64  # of the inputs of one compiled function, at most; usually 8
-
-
-def build_loss(model: PreTrainedModel, run: RunConfig, group: Group = None) -> Loss:
-    """What a run trains; the processes of `group` train it together."""
-    set_recompute(model, run.train.recompute)
-    return run.objective.loss(model, group)
-
-
-def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
-    """Of a training step per token; without an output layer where nothing reads its logits."""
-    output = model.get_output_embeddings()
-    assert output is not None
-    unread = output.weight.numel() * (not run.objective.reads_logits)
-    flops = flops_per_token(model, run.model.max_position_embeddings)
-    return flops["useful"] - 6.0 * unread
 
 
 def obstacle_to_graph(run: RunConfig, world: World) -> str:
@@ -181,7 +166,7 @@ class Passes:
         batches: micro-batches of two tensors, (batch, tokens) int64 each.
         """
         if self.graph is None:
-            return self._run(batches, factor)
+            return self._forward_backward(batches, factor)
         (batch,) = batches
         for buffer, tensor in zip(self.batch, batch, strict=True):
             buffer.copy_(tensor)
@@ -200,12 +185,13 @@ class Passes:
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.world.device)
         self.batch = (tokens, tokens.clone())
         self.factor = torch.zeros((), device=tokens.device)
-        self._run([self.batch], self.factor)  # makes what stays: workspaces, the scale of fp16
+        # This makes what stays: workspaces, the scale of fp16.
+        self._forward_backward([self.batch], self.factor)
         self.parallel.zero_grad(set_to_none=True)
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self.nats = self._run([self.batch], self.factor)
+                self.nats = self._forward_backward([self.batch], self.factor)
         except Exception as error:  # after which this process may be unable to use its GPU
             if is_out_of_memory(error):
                 raise
@@ -224,7 +210,9 @@ class Passes:
             chunks = zip(self.exchanged.split(counts), self.gradients, strict=True)
             self.sums = [chunk.view_as(gradient) for chunk, gradient in chunks]
 
-    def _run(self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor) -> Tensor:
+    def _forward_backward(
+        self, batches: Sequence[tuple[Tensor, Tensor]], factor: float | Tensor
+    ) -> Tensor:
         nats = torch.zeros((), device=self.world.device)
         for micro, batch in enumerate(batches, 1):
             is_last = micro == len(batches)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mixer.checkpoints import restore
@@ -21,17 +22,17 @@ from mixer.common.hardware import lacks_bf16
 from mixer.data.config import TASKS
 from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
-from mixer.distributed.world import World
+from mixer.distributed.world import Group, World
 from mixer.models.architecture import blocks_of, check_causal, check_sizes, model_config, new_model
 from mixer.objectives.objective import Loss
 from mixer.training.config import RunConfig, used_configuration
 from mixer.training.optim import begin_state, build_optimizer, jump_of_rate
 from mixer.training.passes import (
     Passes,
-    build_loss,
     compile_loss,
     compiled,
     obstacle_to_graph,
+    set_recompute,
 )
 
 
@@ -54,13 +55,15 @@ class Counters:
 
 @dataclass
 class State:
-    """What training changes, on this process, and what its checkpoints hold beside that."""
+    """A run as it starts, on this process. Training changes the model, the optimizer and the
+    counters; the rest stays as it is.
+    """
 
     model: PreTrainedModel
     passes: Passes  # of the model with its loss
     optimizer: AcceleratedOptimizer
     counters: Counters
-    record: dict[str, Any]  # the entries of trainer.json that stay as they are
+    record: dict[str, Any]  # entries of trainer.json, the same in all later checkpoints
     resumed: Path | None  # the checkpoint that all this comes from
     wandb_id: str | None
 
@@ -132,7 +135,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
         return resumed_state(checkpoint, record, run, data, world)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     model = whole_or_meta(lambda: initial_model(run, config, data), config, world)
-    passes, optimizer = parallelize(model, run, world)
+    passes, optimizer = passes_and_optimizer(model, run, world)
     return State(model, passes, optimizer, Counters(), record, None, None)
 
 
@@ -171,7 +174,7 @@ def resumed_state(
     if run.model.mixing_backend == "auto":
         record["mixing"] = trainer["mixing"]
         restore.take_backends(model, trainer["mixing"], world)
-    passes, optimizer = parallelize(model, run, world)
+    passes, optimizer = passes_and_optimizer(model, run, world)
     restore.load_state(checkpoint, trainer, model, optimizer.optimizer, world)
     is_own = checkpoint.resolve().parent == run.directory.resolve()  # and not another run's
     wandb_id = trainer["wandb_id"] if is_own else None
@@ -198,38 +201,40 @@ def initial_model(run: RunConfig, config: PreTrainedConfig, data: Data) -> PreTr
     return new_model(config)
 
 
-def parallelize(
+def passes_and_optimizer(
     model: PreTrainedModel, run: RunConfig, world: World
 ) -> tuple[Passes, AcceleratedOptimizer]:
-    """The passes of the model with its loss, ready to train on all processes, and its optimizer.
-    The model moves to the device; with FSDP its parameters become shards on the devices.
+    """The passes of the model with its loss, on all processes, and its optimizer. The model moves
+    to the device; with FSDP its parameters become shards on the devices.
     """
     shape = (run.train.batch_size, run.model.max_position_embeddings)
-    processes = dist.group.WORLD if world.size > 1 else None
-    loss = build_loss(model, run, processes).train()
+    group = dist.group.WORLD if world.size > 1 else None
+    loss = loss_on_device(model, run, group, world)
+    is_compiled = compile_loss(loss, run, shape, world)
+    if world.is_sharded:
+        shard_loss(loss, world)
+    compiles_optimizer = is_compiled and not world.is_sharded
+    optimizer = build_optimizer(model, run.optim, group, compiled if compiles_optimizer else None)
+    if is_compiled and not obstacle_to_graph(run, world):
+        passes = recorded_passes(loss, shape, world)
+        wrapped_optimizer: Any = world.accelerator.prepare(optimizer)
+    else:
+        passes, wrapped_optimizer = wrapped_passes(loss, optimizer, shape, world)
+    begin_state(optimizer)
+    return passes, wrapped_optimizer
+
+
+def loss_on_device(model: PreTrainedModel, run: RunConfig, group: Group, world: World) -> Loss:
+    """The model with its loss, to train. Where FSDP is to shard it, it stays where it is. Raises
+    UserError for a model of transformers that sees later tokens.
+    """
+    set_recompute(model, run.train.recompute)
+    loss = run.objective.loss(model, group).train()
     if not world.is_sharded:
         loss.to(world.device)
     if run.model.architecture == "auto" and model.device.type != "meta":
         check_causal(model)
-    is_compiled = compile_loss(loss, run, shape, world)
-    if world.is_sharded:
-        shard_loss(loss, world)
-    compile = compiled if is_compiled and not world.is_sharded else None
-    optimizer = build_optimizer(model, run.optim, processes, compile)
-    if is_compiled and not obstacle_to_graph(run, world):
-        passes = recorded_passes(loss, shape, world)
-        accelerated: Any = world.accelerator.prepare(optimizer)
-    else:
-        if world.is_sharded:
-            parallel = loss
-            accelerated = world.accelerator.prepare_optimizer(optimizer)
-        else:  # DDP, and autocast
-            parallel, accelerated = world.accelerator.prepare(loss, optimizer)
-        if world.size > 1:
-            warm_up(parallel, shape, world)
-        passes = Passes(parallel, world)
-    begin_state(optimizer)
-    return passes, accelerated
+    return loss
 
 
 def shard_loss(loss: Loss, world: World) -> None:
@@ -255,6 +260,22 @@ def recorded_passes(loss: Loss, shape: tuple[int, int], world: World) -> Passes:
     passes = Passes(world.accelerator.prepare_model(loss, evaluation_mode=True), world)
     passes.record(shape)
     return passes
+
+
+def wrapped_passes(
+    loss: Loss, optimizer: Optimizer, shape: tuple[int, int], world: World
+) -> tuple[Passes, AcceleratedOptimizer]:
+    """The passes without a CUDA graph, in DDP or FSDP and in autocast, and the optimizer as
+    accelerate wraps it beside them.
+    """
+    if world.is_sharded:
+        parallel = loss
+        wrapped_optimizer: Any = world.accelerator.prepare_optimizer(optimizer)
+    else:
+        parallel, wrapped_optimizer = world.accelerator.prepare(loss, optimizer)
+    if world.size > 1:
+        warm_up(parallel, shape, world)
+    return Passes(parallel, world), wrapped_optimizer
 
 
 def warm_up(parallel: nn.Module, shape: tuple[int, int], world: World) -> None:

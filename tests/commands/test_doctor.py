@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mixer.commands import doctor
-from mixer.ops import build, cuda, diagnosis
+from mixer.ops import build, diagnosis, selftest
 
 # As torch words them (c10/cuda/CUDAFunctions.cpp).
 BLIND = {
@@ -56,7 +56,7 @@ def test_a_gpu_has_no_problem_or_one_with_its_command(monkeypatch, capsys, capab
     about |= {"get_device_name": lambda _: "a GPU", "get_device_capability": lambda _: capability}
     for name, value in about.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(cuda, "fault", probe)
+    monkeypatch.setattr(selftest, "fault", probe)
     with pytest.raises(SystemExit) as status:
         doctor.main([])
     said = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_prebuilt_kernels_are_told_from_those_built_here(monkeypatch, capsys, tm
     library.parent.mkdir()
     library.touch()
     monkeypatch.setattr(build, "PREBUILT", tmp_path)
-    monkeypatch.setattr(cuda, "fault", lambda index: None)
+    monkeypatch.setattr(selftest, "fault", lambda index: None)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")

@@ -111,7 +111,7 @@ def emulate(path: str, capability: int) -> None:
         assert getattr(library, name)(ctypes.byref(params)) == 0, name
 
     cuda.call = call
-    cuda.kernels = lambda index: library
+    cuda.load_library = lambda index: library
     cuda.device_facts = lambda index: (capability, facts["processors"])
 
 

@@ -120,7 +120,7 @@ def test_a_library_loads_without_a_gpu_and_the_gradient_of_lags_needs_no_square(
     capability, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    library = cuda.kernels.__wrapped__(0)
+    library = cuda.load_library.__wrapped__(0)
     assert b"driver" in library.mixer_error_string(35)
     params = cuda.Params(batch=1, tokens=1 << 17, context=1 << 17, channels=512, heads=1)
     params.columns = (1 << 17) + 128

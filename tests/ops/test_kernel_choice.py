@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mixer.common.errors import UserError
-from mixer.ops import cuda, keyed, plain, triangular
+from mixer.ops import arguments, cuda, keyed, plain, selftest, triangular
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def gpu(monkeypatch):
     """Pretends a GPU of a compute capability, whose kernels are built."""
 
     def pretend(capability: int) -> torch.device:
-        triangular.warn_once.cache_clear()
+        arguments.warn_once.cache_clear()
         monkeypatch.setattr(cuda, "device_facts", lambda index: (capability, 132))
-        monkeypatch.setattr(cuda, "fault", lambda index: None)
+        monkeypatch.setattr(selftest, "fault", lambda index: None)
         monkeypatch.setattr(keyed, "fault", lambda *_: None)
         return torch.device("cuda", 0)
 
@@ -152,7 +152,7 @@ def wrong_by(monkeypatch):
             assert (query.shape[2], value.shape[2]) == (2 * 16, 2 * 32)  # of two heads
             return plain.keyed_conv(query, key, value, None, bias, lags=mixing, decay=decay)
 
-        monkeypatch.setattr(cuda, "triangular_conv", times_factor(cuda.plain_conv))
+        monkeypatch.setattr(cuda, "by_kernels", times_factor(selftest.plain_conv))
         monkeypatch.setattr(keyed, "by_kernels", times_factor(keyed_conv))
         monkeypatch.setattr(cuda, "device_facts", lambda index: (80, 108))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -162,7 +162,7 @@ def wrong_by(monkeypatch):
         return device
 
     yield pretend
-    cuda.fault.cache_clear()
+    selftest.fault.cache_clear()
     keyed.fault.cache_clear()
 
 
@@ -178,10 +178,10 @@ def wrong_by(monkeypatch):
 def test_kernels_that_fail_or_are_wrong_on_a_gpu_are_not_used_there(wrong_by, factor, said):
     """Whatever the modes of the call that comes first."""
     device = wrong_by(factor)
-    cuda.fault.cache_clear()
+    selftest.fault.cache_clear()
     keyed.fault.cache_clear()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        reason = cuda.fault(0)
+        reason = selftest.fault(0)
         fault = keyed.fault(device, torch.float16, 16, 32, True)
     for problem in (reason, fault):
         assert problem is None if said is None else said in problem

@@ -252,6 +252,8 @@ def test_every_backend_is_plain_pytorch_without_a_gpu(backend):
     inputs = arguments_of()
     expected = plain.keyed_conv(**inputs)
     torch.testing.assert_close(keyed_conv(**inputs, backend=backend), expected)
+    without = plain.keyed_conv(**inputs | {"bias": torch.zeros(2, 16)})
+    torch.testing.assert_close(keyed_conv(**inputs | {"bias": None}, backend=backend), without)
     meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
     assert keyed_conv(**meta, backend=backend).shape == (2, 12, 8)
     meta["lags"] = meta.pop("weight")[..., 0]

@@ -67,7 +67,7 @@ def test_the_kernels_source_is_right_on_the_cpu(shape, dtype, weight_dtype, kern
         expected, written = exact(*arguments)
         memory = arguments[0]
         residual = arguments[4] if length != 1 else None
-        y = triangular.launch(*arguments[:4], residual, arguments[5])
+        y = cuda.row_by_kernel(*arguments[:4], residual, arguments[5])
         expected = expected if residual is not None else expected - arguments[4].double()
         torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
         assert torch.equal(memory.double().nan_to_num(0), written)
@@ -78,7 +78,7 @@ def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
     memory, *inputs, _ = case(2, 1, 16, 7, torch.float32, torch.float32)
     before = memory.clone()
     for outside in (7, -1):
-        y = triangular.launch(memory, *inputs, torch.tensor([[outside], [0]]))
+        y = cuda.row_by_kernel(memory, *inputs, torch.tensor([[outside], [0]]))
         assert y[0].isnan().all() and y[1].isfinite().all()
         assert torch.equal(memory[0].nan_to_num(0), before[0].nan_to_num(0))
 

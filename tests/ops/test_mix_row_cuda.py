@@ -9,7 +9,7 @@ from mix_row_cases import TYPES, case, exact
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, tokens
 
 from mixer.models.masked_mixer.cache import MixingCache
-from mixer.ops import cuda, mix_row, triangular
+from mixer.ops import mix_row, selftest, triangular
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
@@ -21,7 +21,7 @@ SHAPES = [(1, 1, 1024), (3, 1, 40), (64, 1, 1024), (3, 8, 128), (64, 4, 16), (1,
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    reason = cuda.fault(0)
+    reason = selftest.fault(0)
     assert reason is None, reason
 
 

@@ -162,12 +162,12 @@ def test_opcheck_of_the_operators(by_lag):
     weight = weight.detach().squeeze(1).requires_grad_()
     window = 12 * by_lag
     for extra in ((bias, residual), (None, None)):
-        torch.library.opcheck(torch.ops.mixer.triangular_conv.default, (x, weight, *extra))
-    packed = cuda.one_tap(x, weight, bias, residual)[1].detach()
+        torch.library.opcheck(torch.ops.mixer.packed_conv.default, (x, weight, *extra))
+    packed = cuda.packed_conv(x, weight, bias, residual)[1].detach()
     dy = torch.randn_like(x)
-    torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_input.default, (dy, packed, window))
+    torch.library.opcheck(torch.ops.mixer.packed_conv_grad_input.default, (dy, packed, window))
     arguments = (dy, x.detach(), 12, 2, True, window)
-    torch.library.opcheck(torch.ops.mixer.triangular_conv_grad_weight.default, arguments)
+    torch.library.opcheck(torch.ops.mixer.packed_conv_grad_weight.default, arguments)
 
 
 WINDOWS = [  # tokens, window, numbers of a head's bias, taps: short windows and longer ones

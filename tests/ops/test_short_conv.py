@@ -52,7 +52,7 @@ def kernels(library, monkeypatch) -> None:
         assert getattr(library, name)(ctypes.byref(params)) == 0
 
     monkeypatch.setattr(cuda, "call", call)
-    monkeypatch.setattr(cuda, "kernels", lambda index: library)
+    monkeypatch.setattr(cuda, "load_library", lambda index: library)
     monkeypatch.setattr(cuda, "device_facts", lambda index: (90, PROCESSORS))
     torch.use_deterministic_algorithms(True)
     yield

@@ -73,7 +73,7 @@ def test_there_is_machine_code_for_a_gpu_that_drivers_of_cuda_12_load(capability
 @pytest.mark.parametrize("capability", GPUS, ids=build.dotted)
 def test_a_library_loads_and_says_what_is_missing(capability, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    library = cuda.kernels.__wrapped__(0)
+    library = cuda.load_library.__wrapped__(0)
     assert b"driver" in library.mixer_error_string(35)
     params = cuda.Params(batch=1, tokens=512, context=512, channels=512, heads=1, columns=512)
     params.dtype = 1

@@ -10,7 +10,7 @@ from mixer.models.architecture import model_config, new_model
 from mixer.training import estimate
 from mixer.training.config import load_config
 from mixer.training.estimate import activation_bytes, needed_gb
-from mixer.training.passes import build_loss
+from mixer.training.passes import set_recompute
 
 SIZES = ["model.hidden_size=64", "model.num_hidden_layers=3", "model.max_position_embeddings=64"]
 KEYED = ["model.mixer_key_size=16", "model.num_mixer_heads=4"]
@@ -37,7 +37,8 @@ def test_the_estimate_is_about_what_a_pass_keeps(options):
     run = load_config(None, [*SIZES, *options])
     config = model_config(run.model, 600, 0)
     model = new_model(config)
-    loss = build_loss(model, run).train()
+    set_recompute(model, run.train.recompute)
+    loss = run.objective.loss(model).train()
     texts = torch.randint(600, (2, run.train.batch_size, 64))
     storages = {}
 

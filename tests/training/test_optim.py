@@ -11,14 +11,14 @@ from torch import nn
 
 from mixer.common.errors import UserError
 from mixer.comparison.side_by_side import entrant
-from mixer.training.config import load_config, override
+from mixer.training.config import OPTIMIZERS, load_config, override
 from mixer.training.optim import (
     LAGS_LR,
     LONG,
     LONG_LAGS_LR,
-    OPTIMIZERS,
     Kinds,
     OptimConfig,
+    adamw,
     build_optimizer,
     learning_rate,
     set_learning_rate,
@@ -50,7 +50,7 @@ def test_each_kind_of_parameter_has_the_rate_that_is_given_for_it_and_only_weigh
 @pytest.mark.parametrize(("context", "factor"), ((LONG, LAGS_LR), (LONG + 1, LONG_LAGS_LR)))
 def test_lags_learn_slower_in_a_long_context(context, factor):
     lags = nn.Parameter(torch.zeros(1, 1, context))
-    (part,) = OPTIMIZERS["adamw"](Kinds(lags=[lags]), OptimConfig(), None, None)
+    (part,) = adamw(Kinds(lags=[lags]), OptimConfig(), None, None)
     assert [group["lr_factor"] for group in part.param_groups] == [factor]
 
 
@@ -88,13 +88,13 @@ class Signs(torch.optim.Optimizer):
                 average.lerp_(parameter.grad, 0.01)
 
 
-def signs(kinds, config, processes, compile) -> list[torch.optim.Optimizer]:
+def signs(kinds, config, group, compile) -> list[torch.optim.Optimizer]:
     every = [*kinds.matrices, *kinds.mixing, *kinds.embeddings, *kinds.vectors]
     return [Signs(every, config.lr)]
 
 
 def register_signs() -> None:
-    OPTIMIZERS["signs"] = signs
+    OPTIMIZERS["signs"] = f"{__name__}:signs"
 
 
 def test_a_new_optimizer_is_one_function_and_resumes_exactly(write_config, launch, tmp_path):

@@ -222,10 +222,10 @@ def test_graphs_change_no_loss(write_config, launch, tmp_path, processes, precis
 
 def kernels_of_older_gpus() -> None:
     """Ampere's or Volta's kernels in place of this GPU's own, as KERNELS says."""
-    from mixer.ops import cuda
+    from mixer.ops import cuda, selftest
 
     capability, facts = int(os.environ["KERNELS"]), cuda.device_facts(0)
-    cuda.fault(0)  # by the GPU's own
+    selftest.fault(0)  # by the GPU's own
     cuda.device_facts = lambda index: (capability, facts[1])
 
 

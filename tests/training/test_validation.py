@@ -66,7 +66,7 @@ def test_bits_per_byte_are_of_the_tokens_that_are_scored(tmp_path, packed):
         assert found["validation_accuracy"] == pytest.approx(even / len(scored))
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", ["true", "false"])
 @pytest.mark.parametrize("kind", [*ADDS_A_SPACE, *EOS_IN_TEXTS])
 def test_bits_per_byte_are_those_of_eval_and_of_the_text_whatever_its_tokenizer_adds(
     tmp_path, monkeypatch, kind, packed
@@ -79,13 +79,13 @@ def test_bits_per_byte_are_those_of_eval_and_of_the_text_whatever_its_tokenizer_
         "model.hidden_size=8 model.num_hidden_layers=1 model.max_position_embeddings=16 "
         "train.steps=1 train.eval_every=0 train.eval_samples=0 optim.warmup_steps=0 name=short "
         "data.source=jsonl data.path=rows.jsonl data.validation_fraction=0.5 data.directory=data "
-        f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer', kind)} data.packed={str(packed).lower()}"
+        f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer', kind)} data.packed={packed}"
     )
     train(load_config(None, given.split()))
     logged = read_lines(Path("runs/short"))[-1]["validation_bits_per_byte"]
     whole = evaluate("runs/short/step-1")
     # Packed, the end fills no sample; in rows, the first token of each is not scored.
-    assert logged == pytest.approx(whole["bits_per_byte"], rel=0.01 if packed else 1e-6)
+    assert logged == pytest.approx(whole["bits_per_byte"], rel=0.01 if packed == "true" else 1e-6)
     half = evaluate("runs/short/step-1", max_tokens=whole["tokens_scored"] // 2)
     assert half["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.02)
     read = evaluate("runs/short/step-1", text=["rows.jsonl"])

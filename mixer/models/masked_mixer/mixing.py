@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mixer.ops.plain import by_head, is_seen, lags_from, turn
+from mixer.ops.plain import by_head, is_seen, lags_from, norm_and_rotate
 
 from .cache import MixingCache, ModuleId
 from .configuration import RECURRENT, MaskedMixerConfig
@@ -110,7 +110,8 @@ class Keyed(nn.Module):
         keys = config.num_mixer_heads * config.mixer_key_size
         self.projection_sizes = [keys, keys, config.hidden_size]
         self.in_proj = linear(config.hidden_size, *self.projection_sizes, bias=config.linear_bias)
-        self.query_key = Turn(keys if self.norm else 0)
+        # Of queries alone: a gain of keys would do the same. Checkpoints have it by this name.
+        self.query_key = NormAndRotate(keys if self.norm else 0)
         if config.mixer_attention:
             conv = Attention(config)
         elif config.mixing_weight == "lags":
@@ -135,7 +136,7 @@ class Keyed(nn.Module):
             key = key + self.key_share.to(key.dtype) * self._previous(key, past)
         if self.norm or rotation is not None:
             query = self.query_key(query, self.heads, self.norm, rotation)
-            key = turn(key, self.heads, norm=self.norm, rotation=rotation)
+            key = norm_and_rotate(key, self.heads, norm=self.norm, rotation=rotation)
         return residual + self.out_proj(self.keyed_conv(query, key, value, past))
 
     def _previous(self, key: Tensor, past: MixingCache | None) -> Tensor:
@@ -158,9 +159,9 @@ def shifted(x: Tensor) -> Tensor:
     return F.pad(x[:, :-1], (0, 0, 1, 0))
 
 
-class Turn(nn.Module):
-    """`turn` with a learned gain of `size` numbers; 0: no gain. It is a module because accelerate
-    loads offloaded weights when their module is called.
+class NormAndRotate(nn.Module):
+    """`norm_and_rotate` with a learned gain of `size` numbers; 0: no gain. It is a module because
+    accelerate loads offloaded weights when their module is called.
     """
 
     def __init__(self, size: int):
@@ -170,7 +171,7 @@ class Turn(nn.Module):
     def forward(
         self, x: Tensor, heads: int, norm: bool, rotation: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        return turn(x, heads, norm=norm, rotation=rotation, gain=self.gain)
+        return norm_and_rotate(x, heads, norm=norm, rotation=rotation, gain=self.gain)
 
 
 def rotations(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:

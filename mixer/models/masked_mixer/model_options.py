@@ -104,7 +104,8 @@ class MixerOptions:
     )
     mixing_backend: str = option(
         "auto",
-        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run, else dense",
+        "cuda: our kernels; dense: plain PyTorch; auto: cuda where it can run, else dense. Keyed "
+        "mixing takes cuda for auto",
         choices=BACKENDS,
     )
 
