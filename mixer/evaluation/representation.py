@@ -76,7 +76,7 @@ def representation(
             run = first_layers(tested, layer)
             for (outputs, read), window in itertools.product(READ.items(), windows):
                 with time_reported(f"{window.shape[1]} tokens, outputs of {outputs}"):
-                    layers_of_text = partial(run, tokens=window)
+                    layers_of_text = partial(run, window)
                     guess, distance_left = reconstruct(layers_of_text, embed(window), read, steps)
                 row = {
                     "weights": weights,
@@ -123,12 +123,12 @@ def blocks(body: nn.Module) -> nn.ModuleList:
 
 
 def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The map from embedded tokens to the output of block `layer`, both (texts, tokens, channels).
-    Blocks are counted from 1; layer 0 is the embedding itself. It also needs the text's own tokens,
-    (texts, tokens) int64: what a model looks up by them besides, as suffix match does, is given.
+    """The map from tokens, (texts, tokens) int64, and what stands for their embeddings to the
+    output of block `layer`, both (texts, tokens, channels). Blocks are counted from 1; layer 0 is
+    the embedding itself. What a model looks up by tokens besides, as suffix match does, is given.
     """
     if layer == 0:
-        return lambda embedded, tokens: embedded
+        return lambda tokens, embedded: embedded
     body = copy.deepcopy(model.base_model)
     assert isinstance(body, PreTrainedModel)
     del blocks(body)[layer:]  # the output of later blocks is not needed
@@ -143,7 +143,7 @@ def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor, Tensor
     body.get_input_embeddings().register_forward_hook(replace_embedding)
     blocks(body)[-1].register_forward_hook(record_output)
 
-    def run(embedded: Tensor, tokens: Tensor) -> Tensor:
+    def run(tokens: Tensor, embedded: Tensor) -> Tensor:
         tensors["input"] = embedded
         body(input_ids=tokens, use_cache=False)
         return tensors["output"]

@@ -83,7 +83,7 @@ def test_a_layers_output_is_the_models_own(kind):
     # Of the last block transformers tells only what is normalised.
     wanted = model(tokens, output_hidden_states=True).hidden_states[:-1]
     for layer in range(1, len(wanted)):
-        torch.testing.assert_close(first_layers(model, layer)(embedded, tokens), wanted[layer])
+        torch.testing.assert_close(first_layers(model, layer)(tokens, embedded), wanted[layer])
 
 
 def test_a_text_goes_into_the_layers_as_it_is_embedded(tmp_path, monkeypatch):
