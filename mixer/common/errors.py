@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from mixer.common.ranks import rank
-from mixer.common.terminal import LastingStream
+from mixer.common.terminal import RED, LastingStream, styled
 
 Say = Callable[[str], None]  # tells the user a line of progress
 
@@ -70,7 +70,7 @@ def run_command(main: Callable[[], None]) -> None:
     except (UserError, OSError) as error:
         if isinstance(error, OSError):  # perhaps from stdout, which Python would flush again
             sys.stdout = open(os.devnull, "w")
-        say_on_stderr(f"error: {error}")
+        say_on_stderr(f"{styled('error:', RED, sys.stderr)} {error}")
         sys.exit(2)
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+BOLD = "1"
+RED = "31"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -22,6 +24,16 @@ def escaped(text: str) -> str:
     the ends of lines: in a terminal they would move the cursor, change colours, or erase.
     """
     return CONTROL.sub(lambda character: repr(character[0])[1:-1], text)
+
+
+def styled(text: str, style: str, stream: "TextIO | LastingStream") -> str:
+    """The text in a style, BOLD or RED, where the stream is a terminal that shows it: not a dumb
+    one, and not if NO_COLOR is set (no-color.org).
+    """
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    if is_plain or stream.closed or not stream.isatty():
+        return text
+    return f"\x1b[{style}m{text}\x1b[0m"
 
 
 class LastingStream:

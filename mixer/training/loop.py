@@ -3,6 +3,7 @@
 import gc
 import math
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from mixer.checkpoints.writer import CheckpointWriter
 from mixer.common.errors import NotFinite, UserError
 from mixer.common.files import run_locked
 from mixer.common.hardware import is_out_of_memory, out_of_memory
-from mixer.common.terminal import counted, lasting_output
+from mixer.common.terminal import BOLD, counted, lasting_output, styled
 from mixer.data.prepare import Data
 from mixer.data.samples import Batch, Batches, SampleOrder, to_device
 from mixer.distributed.world import Stop, World, build_accelerator, leave_with_error
@@ -281,7 +282,8 @@ class TrainingLoop:
         if self.metrics:
             self.metrics.write({"step": step, "tokens": self.counters.tokens} | scores)
             self.writer.link_best(self.metrics.validation_losses)
-        self.world.say(f"step {step}: validation loss {loss:.4f}, {summary}")
+        said = f"step {step}: validation loss {loss:.4f}, {summary}"
+        self.world.say(styled(said, BOLD, sys.stdout))
 
 
 def profiled(run: RunConfig) -> profile:

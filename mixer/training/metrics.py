@@ -174,17 +174,20 @@ def in_json(value: Any) -> Any:
 
 
 def as_text(line: dict[str, Any], steps: int) -> str:
-    """A line of metrics of a run of `steps` steps, for people. `norm` is the gradient's."""
+    """A line of metrics of a run of `steps` steps, for people, in columns. `norm` is the
+    gradient's.
+    """
     step = line["step"]
     rate = line["tokens_per_second"]
     entries = [
         f"loss {line['loss']:.4f}",
         f"lr {line['lr']:.1e}",
-        f"norm {line['grad_norm']:.3f}",
+        f"norm {line['grad_norm']:6.3f}",
     ]
     if line["skipped_steps"]:
         entries.append(f"{line['skipped_steps']} skipped")
     if "loss_scale" in line:
         entries.append(f"loss scale {line['loss_scale']:.0f}")
     left = timedelta(seconds=round(line["tokens"] / step * (steps - step) / rate))
-    return f"step {step}/{steps}: {', '.join(entries)}, {rate:,.0f} tokens/s, {left} left"
+    listed = ", ".join(entries)
+    return f"step {step:{len(str(steps))}}/{steps}: {listed}, {rate:9,.0f} tokens/s, {left} left"
