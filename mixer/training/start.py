@@ -272,10 +272,26 @@ def wrapped_passes(
         parallel = loss
         wrapped_optimizer: Any = world.accelerator.prepare_optimizer(optimizer)
     else:
+        if world.size > 1 and has_unused_weights(loss, shape, world):
+            # Else DDP would wait for their gradients. It looks for them in each step.
+            ddp_options = world.accelerator.ddp_handler
+            assert ddp_options is not None  # see build_accelerator
+            ddp_options.find_unused_parameters = True
         parallel, wrapped_optimizer = world.accelerator.prepare(loss, optimizer)
     if world.size > 1:
         warm_up(parallel, shape, world)
     return Passes(parallel, world), wrapped_optimizer
+
+
+def has_unused_weights(loss: Loss, shape: tuple[int, int], world: World) -> bool:
+    """Whether some weights get no gradient: a model may have a part that it does not run."""
+    tokens = torch.zeros(shape, dtype=torch.int64, device=world.device)
+    with world.accelerator.autocast():
+        loss(tokens, tokens).sum().backward()
+    weights = [weight for weight in loss.parameters() if weight.requires_grad]
+    is_unused = any(weight.grad is None for weight in weights)
+    loss.zero_grad(set_to_none=True)
+    return is_unused
 
 
 def warm_up(parallel: nn.Module, shape: tuple[int, int], world: World) -> None:

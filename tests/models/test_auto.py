@@ -39,6 +39,8 @@ FILES = {
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     | {"linear_value_head_dim": 8, "shared_expert_intermediate_size": 16},
+    # Its encoder's weights are there, and get no gradient.
+    "bart": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "encoder_layers": 1},
     # Its class changes is_decoder, its positions are not trained, and parts get no gradient.
     "marian": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48}
     | {"decoder_attention_heads": 4, "scale_embedding": True},
@@ -101,6 +103,16 @@ def test_it_trains_resumes_to_the_bit_and_is_evaluated(
     changed += ["name=parts", "train.steps=14"]
     said = refusal(auto_config, *changed)
     assert "is of another model" in said or "layer_norm_eps = 0.1" in said
+
+
+def test_several_processes_train_a_model_of_which_some_weights_are_unused(
+    write_file, auto_config, launch, tmp_path
+):
+    command = ["--config", auto_config, *write_file("bart"), "train.steps=4"]
+    launch(*command, "name=one").succeed()
+    launch(*command, "name=two", "train.batch_size=4", processes=2).succeed()
+    one, two = (read_losses(tmp_path / "runs" / name) for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-5)
 
 
 # A saved mamba2 has an infinite time_step_limit, which JSON does not have.
