@@ -19,6 +19,7 @@ from mixer.checkpoints.settings import changed_settings, in_words, new_record
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import as_path
 from mixer.common.hardware import lacks_bf16
+from mixer.common.progress import time_reported
 from mixer.data.config import TASKS
 from mixer.data.prepare import Data
 from mixer.distributed.shards import shard
@@ -134,8 +135,10 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     if checkpoint is not None:
         return resumed_state(checkpoint, record, run, data, world)
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = whole_or_meta(lambda: initial_model(run, config, data), config, world)
-    passes, optimizer = passes_and_optimizer(model, run, world)
+    with time_reported("building the model", world.say):
+        model = whole_or_meta(lambda: initial_model(run, config, data), config, world)
+    with time_reported("compiling the model, and setting up its optimizer", world.say):
+        passes, optimizer = passes_and_optimizer(model, run, world)
     return State(model, passes, optimizer, Counters(), record, None, None)
 
 
@@ -161,7 +164,10 @@ def resumed_state(
     """
     trainer = restore.load_trainer(checkpoint, record["data"])
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
-    model = whole_or_meta(lambda: restore.load_matching_model(checkpoint, config), config, world)
+    with time_reported(f"loading {checkpoint}", world.say):
+        model = whole_or_meta(
+            lambda: restore.load_matching_model(checkpoint, config), config, world
+        )
     counters = Counters.of_trainer(trainer)
     step = counters.step
     record["earlier"] = trainer["earlier"]
@@ -174,8 +180,10 @@ def resumed_state(
     if run.model.mixing_backend == "auto":
         record["mixing"] = trainer["mixing"]
         restore.take_backends(model, trainer["mixing"], world)
-    passes, optimizer = passes_and_optimizer(model, run, world)
-    restore.load_state(checkpoint, trainer, model, optimizer.optimizer, world)
+    with time_reported("compiling the model, and setting up its optimizer", world.say):
+        passes, optimizer = passes_and_optimizer(model, run, world)
+    with time_reported("loading the optimizer's state", world.say):
+        restore.load_state(checkpoint, trainer, model, optimizer.optimizer, world)
     is_own = checkpoint.resolve().parent == run.directory.resolve()  # and not another run's
     wandb_id = trainer["wandb_id"] if is_own else None
     return State(model, passes, optimizer, counters, record, checkpoint, wandb_id)

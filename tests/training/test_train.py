@@ -67,6 +67,20 @@ def test_several_processes_have_the_losses_of_one_with_the_same_global_batch(
         assert read_losses(tmp_path / "runs" / name) == pytest.approx(one, rel=1e-5)
 
 
+def test_a_start_that_takes_long_says_what_it_does(write_config, monkeypatch, capsys):
+    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.0005)
+    for steps in (1, 2):
+        train(load_config(str(write_config()), [f"train.steps={steps}"]))
+    said = capsys.readouterr().out
+    for activity in (
+        "building the model",
+        "loading .*small/step-1",
+        "compiling the model, and setting up its optimizer",
+        "loading the optimizer's state",
+    ):
+        assert re.search(rf"^{activity}: \d+ s so far$", said, re.MULTILINE), activity
+
+
 def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
     write_config, launch, small_run, tmp_path
 ):
