@@ -88,6 +88,9 @@ class Muon(torch.optim.Optimizer):
         self.group = group
         self.directions = compile(directions) if compile else directions
         self.apply = compile(apply) if compile else apply
+        for settings in self.param_groups:
+            for parameter in settings["params"]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -107,10 +110,7 @@ class Muon(torch.optim.Optimizer):
     def _matrices(self, parameter: nn.Parameter) -> Iterator[Matrix]:
         """Each matrix of a parameter."""
         assert parameter.grad is not None
-        state = self.state[parameter]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter)
-        tensors = [parameter.detach(), parameter.grad, state["momentum"]]
+        tensors = [parameter.detach(), parameter.grad, self.state[parameter]["momentum"]]
         rows = self.rows.get(parameter, (len(parameter),))
         counts: list[list[int]] = [[] for _ in rows]
         here = rows  # of each matrix, on this process

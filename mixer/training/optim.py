@@ -99,6 +99,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__(groups, {})
         self.optimizers = list(optimizers)
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
         self._share()
 
     def __setstate__(self, state: dict) -> None:
@@ -194,11 +196,12 @@ def muon(
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
     """Creates the state that the optimizer's first step would create, with a step that is skipped
     on the device (`found_inf` is 1) and so changes no weight. It has that of parameters without a
-    gradient, too, as of experts that no token goes to.
+    gradient, too, as of experts that no token goes to. Muon has its state already.
     """
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for weight in parameters:
-        if weight.grad is None:  # else it has that of a CUDA graph, which stays where it is
+        # With a CUDA graph, it has that of the graph, which stays where it is.
+        if weight.grad is None and weight not in optimizer.state:
             weight.grad = torch.zeros_like(weight)
     optimizer.found_inf = torch.ones((), device=parameters[0].device)  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.step()
