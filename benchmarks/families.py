@@ -94,15 +94,22 @@ def best_of_kinds(file: Path) -> dict[str, dict]:
     """
     remedy = "name the results of a plan of kinds"
     results = read_json(file, remedy, required={"runs": {str: ROW_SHAPE}})
-    seeds = {rows[0]["checkpoint"]: rows for rows in repeated(results["runs"]).values()}
+    runs = results["runs"]
+    seeds = repeated(runs)
     best = {}
-    for kind in distinct(row["kind"] for row in results["runs"].values()):
-        runs = [row for row in finished(results["runs"], kind) if "checkpoint" in row]
-        if not runs:
+    for kind in distinct(row["kind"] for row in runs.values()):
+        ended = finished(runs, kind)
+        losses_by_run = {
+            name: row["validation_loss"]
+            for name, row in runs.items()
+            if row in ended and "checkpoint" in row
+        }
+        if not losses_by_run:
             say_on_stderr(f"{kind} is left out: no run of it has a loss and a checkpoint")
             continue
-        run = min(runs, key=lambda row: row["validation_loss"])
-        losses = [row["validation_loss"] for row in seeds.get(run["checkpoint"], [run])]
+        name = min(losses_by_run, key=losses_by_run.__getitem__)
+        run = runs[name]
+        losses = [row["validation_loss"] for row in seeds.get(name, [run])]
         best[kind] = {"loss": fmean(losses), "seeds": len(losses)}
         best[kind] |= {key: run[key] for key in OF_RUN}
     if not best:

@@ -25,7 +25,7 @@ IN_MLP = "attention in 3 of 8 blocks, mixing in the MLP"
 WIDE = "attention in 2 of 5 wide blocks, mixing in the MLP"
 FIVE_MINUTES = "five_minutes_512_h200"
 DEEP = "attention in 5 of 16 blocks, mixing in the MLP"
-SHORTER = "the same, 200 s"
+SHORTER = f"{DEEP}, 200 s"
 # By title: what README calls a model, its file of results and its first run.
 TABLES = {
     "Books, 60 s": {
@@ -132,17 +132,22 @@ def race(runs: dict[str, dict]) -> str:
     """When the mixer has the transformer's loss, between two runs of it whose learning rates fall
     to their ends; the loss is taken to fall with the logarithm of the time.
     """
-    longer, shorter, transformer = runs[DEEP], runs[SHORTER], runs[TRANSFORMER]
-    losses = [run["validation_loss"] for run in (longer, shorter, transformer)]
-    seconds = [run["training_seconds"] for run in (longer, shorter, transformer)]
-    slope = (losses[1] - losses[0]) / log(seconds[1] / seconds[0])
-    needed = seconds[0] * exp((losses[2] - losses[0]) / slope)
-    rates = [f"{run['tokens_per_second'] / 1e6:.2f}M" for run in (shorter, longer)]
+    shorter, longer, transformer = runs[SHORTER], runs[DEEP], runs[TRANSFORMER]
+    gain = shorter["validation_loss"] - longer["validation_loss"]
+    slope = gain / log(longer["training_seconds"] / shorter["training_seconds"])
+    behind = transformer["validation_loss"] - longer["validation_loss"]
+    seconds = longer["training_seconds"] / exp(behind / slope)
+    share = seconds / transformer["training_seconds"]
+    ends = [
+        f"{run['training_seconds']:.0f} s at {run['validation_loss']:.4f} "
+        f"({run['tokens_per_second'] / 1e6:.2f}M tokens/s)"
+        for run in (shorter, longer)
+    ]
     return (
-        f"On books, mixing in the MLP with attention ends {seconds[1]:.0f} s at {losses[1]:.4f}, "
-        f"and {seconds[0]:.0f} s at {losses[0]:.4f}. Interpolated, it has the transformer's loss "
-        f"of {seconds[2]:.0f} s, {losses[2]:.4f}, after {needed:.0f} s: "
-        f"{needed / seconds[2]:.2f} of its time (one seed, {' and '.join(rates)} tokens/s)."
+        f"On books, mixing in the MLP with attention ends {' and '.join(ends)}. Interpolated, it "
+        f"has the loss that the transformer has after {transformer['training_seconds']:.0f} s, "
+        f"{transformer['validation_loss']:.4f}, after {seconds:.0f} s: {share:.2f} of the time "
+        "(one seed)."
     )
 
 

@@ -54,9 +54,10 @@ def train(run: RunConfig) -> PreTrainedModel:
             state = start_state(run, data, world)
             # Its first collection takes long, and would hold up a signal that `Stop` is to receive.
             with manual_garbage_collection():
+                metrics = None
                 if world.is_main:
                     write_config(run, state)
-                metrics = open_metrics(run, state) if world.is_main else None
+                    metrics = open_metrics(run, state)
                 world.say(banner(run, state, len(data.training), memory_gb, world))
                 model = TrainingLoop(run, data, state, metrics, world).train()
     accelerator.end_training()
@@ -282,8 +283,8 @@ class TrainingLoop:
         if self.metrics:
             self.metrics.write({"step": step, "tokens": self.counters.tokens} | scores)
             self.writer.link_best(self.metrics.validation_losses)
-        said = f"step {step}: validation loss {loss:.4f}, {summary}"
-        self.world.say(styled(said, BOLD, sys.stdout))
+        line = f"step {step}: validation loss {loss:.4f}, {summary}"
+        self.world.say(styled(line, BOLD, sys.stdout))
 
 
 def profiled(run: RunConfig) -> profile:

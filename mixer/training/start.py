@@ -137,8 +137,7 @@ def start_state(run: RunConfig, data: Data, world: World) -> State:
     config = model_config(run.model, data.manifest.vocab_size, data.manifest.eos_token_id)
     with time_reported("building the model", world.say):
         model = whole_or_meta(lambda: initial_model(run, config, data), config, world)
-    with time_reported("compiling the model, and setting up its optimizer", world.say):
-        passes, optimizer = passes_and_optimizer(model, run, world)
+    passes, optimizer = passes_and_optimizer(model, run, world)
     return State(model, passes, optimizer, Counters(), record, None, None)
 
 
@@ -180,8 +179,7 @@ def resumed_state(
     if run.model.mixing_backend == "auto":
         record["mixing"] = trainer["mixing"]
         restore.take_backends(model, trainer["mixing"], world)
-    with time_reported("compiling the model, and setting up its optimizer", world.say):
-        passes, optimizer = passes_and_optimizer(model, run, world)
+    passes, optimizer = passes_and_optimizer(model, run, world)
     with time_reported("loading the optimizer's state", world.say):
         restore.load_state(checkpoint, trainer, model, optimizer.optimizer, world)
     is_own = checkpoint.resolve().parent == run.directory.resolve()  # and not another run's
@@ -215,20 +213,23 @@ def passes_and_optimizer(
     """The passes of the model with its loss, on all processes, and its optimizer. The model moves
     to the device; with FSDP its parameters become shards on the devices.
     """
-    shape = (run.train.batch_size, run.model.max_position_embeddings)
-    group = dist.group.WORLD if world.size > 1 else None
-    loss = loss_on_device(model, run, group, world)
-    is_compiled = compile_loss(loss, run, shape, world)
-    if world.is_sharded:
-        shard_loss(loss, world)
-    compiles_optimizer = is_compiled and not world.is_sharded
-    optimizer = build_optimizer(model, run.optim, group, compiled if compiles_optimizer else None)
-    if is_compiled and not obstacle_to_graph(run, world):
-        passes = recorded_passes(loss, shape, world)
-        wrapped_optimizer: Any = world.accelerator.prepare(optimizer)
-    else:
-        passes, wrapped_optimizer = wrapped_passes(loss, optimizer, shape, world)
-    begin_state(optimizer)
+    with time_reported("compiling the model, and setting up its optimizer", world.say):
+        shape = (run.train.batch_size, run.model.max_position_embeddings)
+        group = dist.group.WORLD if world.size > 1 else None
+        loss = loss_on_device(model, run, group, world)
+        is_compiled = compile_loss(loss, run, shape, world)
+        if world.is_sharded:
+            shard_loss(loss, world)
+        compiles_optimizer = is_compiled and not world.is_sharded
+        optimizer = build_optimizer(
+            model, run.optim, group, compiled if compiles_optimizer else None
+        )
+        if is_compiled and not obstacle_to_graph(run, world):
+            passes = recorded_passes(loss, shape, world)
+            wrapped_optimizer: Any = world.accelerator.prepare(optimizer)
+        else:
+            passes, wrapped_optimizer = wrapped_passes(loss, optimizer, shape, world)
+        begin_state(optimizer)
     return passes, wrapped_optimizer
 
 

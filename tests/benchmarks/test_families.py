@@ -95,8 +95,9 @@ def test_a_cache_that_fails_leaves_the_other_one(results, tmp_path, monkeypatch)
 
 
 def test_a_plan_that_kept_nothing_is_refused(tmp_path, monkeypatch):
+    row = {"kind": "a", "budget": 1, "validation_loss": 3.0}
     (tmp_path / "plan.json").write_text(
-        '{"runs": {"a": {"kind": "a", "budget": 1, "validation_loss": 3.0}}}'
+        json.dumps({"runs": {"a": row, "a, seed 1": row | {"seed": 1}}})
     )
     monkeypatch.setattr("sys.argv", ["families.py", str(tmp_path / "plan.json"), "--output", "x"])
     with pytest.raises(UserError, match="has no checkpoint of a run .* loss: give the plan keep_"):

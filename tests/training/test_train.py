@@ -4,8 +4,10 @@ import gc
 import gzip
 import json
 import re
+import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -67,18 +69,30 @@ def test_several_processes_have_the_losses_of_one_with_the_same_global_batch(
         assert read_losses(tmp_path / "runs" / name) == pytest.approx(one, rel=1e-5)
 
 
-def test_a_start_that_takes_long_says_what_it_does(write_config, monkeypatch, capsys):
-    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.0005)
+@pytest.mark.parametrize(
+    ("function", "activity"),
+    [
+        ("start.initial_model", "building the model"),
+        ("start.restore.load_matching_model", "loading .*small/step-1"),
+        ("start.build_optimizer", "compiling the model, and setting up its optimizer"),
+        ("start.restore.load_state", "loading the optimizer's state"),
+    ],
+)
+def test_a_start_that_takes_long_says_what_it_does(
+    function, activity, write_config, monkeypatch, capsys
+):
+    slow = resolve_name(f"mixer.training.{function}")
+
+    def slower(*arguments):
+        time.sleep(0.3)
+        return slow(*arguments)
+
+    monkeypatch.setattr(f"mixer.training.{function}", slower)
+    monkeypatch.setattr("mixer.common.progress.SECONDS", 0.05)
     for steps in (1, 2):
         train(load_config(str(write_config()), [f"train.steps={steps}"]))
     said = capsys.readouterr().out
-    for activity in (
-        "building the model",
-        "loading .*small/step-1",
-        "compiling the model, and setting up its optimizer",
-        "loading the optimizer's state",
-    ):
-        assert re.search(rf"^{activity}: \d+ s so far$", said, re.MULTILINE), activity
+    assert re.search(rf"^{activity}: \d+ s so far$", said, re.MULTILINE)
 
 
 def test_a_run_leaves_its_configuration_metrics_and_checkpoints(
