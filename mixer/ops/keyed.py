@@ -187,6 +187,7 @@ def uses_kernels(
 
 
 @functools.cache
+@selftest.in_own_thread
 def fault(
     device: torch.device, dtype: torch.dtype, key_size: int, value_size: int, by_lag: bool
 ) -> str | None:

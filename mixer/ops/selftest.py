@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -12,7 +13,23 @@ from mixer.ops import cuda, plain
 MOST_APART = 2e-2  # relative: kernels round to the type
 
 
+def in_own_thread(function: Callable) -> Callable:
+    """Decorates a self-test, which has to run in PyTorch's default modes. It is called wherever the
+    kernels are called first, and modes are a thread's own: in inference, under autocast, while
+    torch.compile traces, in a recomputed block, which would keep the test's tensors by recomputing
+    itself in the test's backward pass.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments):
+        with ThreadPoolExecutor(1, "self-test") as thread:
+            return thread.submit(function, *arguments).result()
+
+    return call
+
+
 @functools.cache
+@in_own_thread
 def fault(index: int) -> str | None:
     """What keeps the CUDA kernels from running on a device, with the one command that fixes it.
     None if nothing does.
@@ -89,24 +106,18 @@ def compare(
     shapes: of the arguments of both, which are random numbers, by name.
     """
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay
-    # Whatever the caller's modes are: this may be its first call, in generation or compiled code.
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
 
-        def draw(shape: tuple[int, ...]) -> Tensor:
-            return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-        arguments = [draw(shape).requires_grad_() for shape in shapes.values()]
-        exact = [argument.detach().double().requires_grad_() for argument in arguments]
-        y = kernels(*arguments)
-        exact_y = expected(*exact)
-        dy = draw(y.shape)
-        # Of sums, as torch imports its compiler for gradients of anything else: 1.6 s.
-        gradients = torch.autograd.grad((y * dy).sum(), arguments)
-        exact_gradients = torch.autograd.grad((exact_y * dy.double()).sum(), exact)
+    arguments = [draw(shape).requires_grad_() for shape in shapes.values()]
+    exact = [argument.detach().double().requires_grad_() for argument in arguments]
+    y = kernels(*arguments)
+    exact_y = expected(*exact)
+    dy = draw(y.shape)
+    # Of sums, as torch imports its compiler for gradients of anything else: 1.6 s.
+    gradients = torch.autograd.grad((y * dy).sum(), arguments)
+    exact_gradients = torch.autograd.grad((exact_y * dy.double()).sum(), exact)
     names = ["y", *(f"d{name}" for name in shapes)]
     problem = difference([y.detach(), *gradients], [exact_y.detach(), *exact_gradients], names)
     return f"in {dtype}, {problem}" if problem else None

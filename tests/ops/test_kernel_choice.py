@@ -176,13 +176,21 @@ def wrong_by(monkeypatch):
     ],
 )
 def test_kernels_that_fail_or_are_wrong_on_a_gpu_are_not_used_there(wrong_by, factor, said):
-    """Whatever the modes of the call that comes first."""
+    """Whatever the modes of the call that comes first. A recomputed block has such hooks: if the
+    self-test's tensors went through them, its backward pass would recompute the block.
+    """
     device = wrong_by(factor)
     selftest.fault.cache_clear()
     keyed.fault.cache_clear()
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+    kept = []
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: pytest.fail("unpacked")),
+    ):
         reason = selftest.fault(0)
         fault = keyed.fault(device, torch.float16, 16, 32, True)
+    assert not kept
     for problem in (reason, fault):
         assert problem is None if said is None else said in problem
     assert reason is None or "a GPU" in reason and reason.endswith("mixer.ops.build`")
