@@ -172,8 +172,10 @@ def for_training(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def has_windows(config: PreTrainedConfig) -> bool:
-    """Whether some attention sees the last tokens alone, for which it needs a mask."""
-    endings = ("window", "window_size", "attention_chunk_size")
+    """Whether some attention sees the last tokens alone, or those that it chooses, for which it
+    needs a mask.
+    """
+    endings = ("window", "window_size", "attention_chunk_size", "index_topk")
     windows = [value for name, value in vars(config).items() if name.endswith(endings)]
     layer_types = " ".join(map(str, getattr(config, "layer_types", None) or ()))
     return any(windows) or re.search("sliding|chunked|local", layer_types) is not None
@@ -236,6 +238,14 @@ def check_causal(model: PreTrainedModel) -> None:
 # ------------------------------------------------------------------------- its parts
 
 
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its output layer: its `base_model`, or, where that names an attribute that
+    the model does not have, as of llama4_text, the part that is a model of transformers.
+    """
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return model.base_model if model.base_model is not model or not parts else parts[0]
+
+
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks, by the class that transformers has for them; in models without, the modules of
     the list that has num_hidden_layers of them.
@@ -255,7 +265,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
     """The last direct part of the base model that has vectors and no matrices, if there is one."""
     norm = None
-    for module in model.base_model.children():
+    for module in body_of(model).children():
         parameters = list(module.parameters())
         if parameters and all(parameter.ndim == 1 for parameter in parameters):
             norm = module

@@ -44,6 +44,16 @@ FILES = {
     # Its class changes is_decoder, its positions are not trained, and parts get no gradient.
     "marian": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48}
     | {"decoder_attention_heads": 4, "scale_embedding": True},
+    # Names as its base a part that it does not have.
+    "llama4_text": SIZE | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Projects the states of its last block to the width of its embeddings.
+    "opt": SIZE | {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    # Chooses the tokens that attention sees, by a mask.
+    "deepseek_v32": {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4}
+    | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    | {"v_head_dim": 8, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 4},
     "bert": SIZE,
     "gemma3": {},
     "t5": {},
@@ -129,8 +139,22 @@ def test_a_run_from_its_weights_needs_no_file(model_type, write_file, auto_confi
     train(load_config(str(tmp_path / "runs/first/config.yaml"), ["train.steps=13"]))
 
 
+@pytest.mark.parametrize("model_type", ["llama4_text", "opt"])
+def test_it_learns_pairs_and_finds_documents(model_type, write_file, auto_config, tmp_path):
+    command = [*write_file(model_type), "train.objective=contrastive", "train.steps=4"]
+    train(load_config(str(auto_config), [*command, "model.max_position_embeddings=16"]))
+    (tmp_path / "texts/qrels").mkdir(parents=True)
+    rows = [{"_id": f"d{n}", "text": f"def read(self, n={n})"} for n in range(3)]
+    (tmp_path / "texts/corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "texts/queries.jsonl").write_text(json.dumps(rows[1] | {"_id": "q"}))
+    (tmp_path / "texts/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td1\t1\n")
+    found = evaluate(tmp_path / "runs/small/step-4", retrieval=str(tmp_path / "texts"))
+    assert (found["documents"], found["mrr_at_10"]) == (3, 1)  # the copy of the query
+
+
 @pytest.mark.parametrize(
-    ("model_type", "attention"), [("lfm2", "causal"), ("gemma3_text", "sdpa"), ("mamba2", "eager")]
+    ("model_type", "attention"),
+    [("lfm2", "causal"), ("gemma3_text", "sdpa"), ("deepseek_v32", "sdpa"), ("mamba2", "eager")],
 )
 def test_its_logits_are_those_of_transformers_and_windows_keep_their_masks(model_type, attention):
     model = build(model_type)
