@@ -88,16 +88,16 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
     try:
         _check_names(entries, {*config_class().to_dict(), *other_names, *of_run})
         config = config_class(**with_floats(entries))
-        is_composite = config.get_text_config() is not config
+        text_config = config.get_text_config()
     except UserError:
         raise
     except Exception as error:  # each class raises its own kinds
         raise UserError(f"model.config: {model_type} refuses it: {first_line(error)}") from None
-    if is_composite:
-        raise UserError(
-            f"model.config: {model_type} is made of several models; allowed: one for text alone, "
-            f"such as {model_type}_text: give its text_config as the file"
-        )
+    if text_config is not config or not hasattr(config, "hidden_size"):
+        allowed = "one for text alone"
+        if type(text_config) in AutoModelForCausalLM._model_mapping and text_config is not config:
+            allowed += f", such as {text_config.model_type}: give its text_config as the file"
+        raise UserError(f"model.config: {model_type} is made of several models; allowed: {allowed}")
     for name, value in config.to_dict().items():
         if is_dropout(name, value):
             setattr(config, name, 0.0)

@@ -322,6 +322,8 @@ def test_types_of_flash_linear_attention_are_known_where_it_is_installed(monkeyp
         ("mine", {"auto_map": {}}, "and code that comes with a model \\(auto_map\\) is not run"),
         ("t5", {}, "'t5' is no causal language model; allowed: those of AutoModelForCausalLM"),
         ("gemma3", {}, "gemma3 is made of several models; allowed: .* such as gemma3_text: give"),
+        ("fuyu", {}, "fuyu is made of several models; allowed: .* such as persimmon: give"),
+        ("blt", {}, "blt is made of several models; allowed: one for text alone$"),
         ("lfm2", {"norm_epss": 3}, "unknown key norm_epss; did you mean norm_eps"),
         ("lfm2", {"hidden_size": "x"}, "lfm2 refuses it: .*'hidden_size'"),
         ("mamba2", {"num_heads": 3}, "mamba2 refuses it: .*must equal num_heads"),
