@@ -174,10 +174,10 @@ def for_training(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def has_windows(config: PreTrainedConfig) -> bool:
-    """Whether some attention sees the last tokens alone, or those that it chooses, for which it
-    needs a mask.
+    """Whether some attention sees the last tokens alone, or those that an indexer chooses, for
+    which it needs a mask.
     """
-    endings = ("window", "window_size", "attention_chunk_size", "index_topk")
+    endings = ("window", "window_size", "attention_chunk_size", "index_topk", "indexer_budget")
     windows = [value for name, value in vars(config).items() if name.endswith(endings)]
     layer_types = " ".join(map(str, getattr(config, "layer_types", None) or ()))
     return any(windows) or re.search("sliding|chunked|local", layer_types) is not None
