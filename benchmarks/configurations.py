@@ -62,7 +62,8 @@ def main() -> None:
     sections = [
         "# Configurations",
         markdown(HEAD, measured_rows()),
-        f"From {sources}, which have hardware and commits.",
+        f"From {sources}, which have hardware and commits. Minutes are of all the configuration's "
+        "steps, at the speed of these runs, most of which had fewer.",
         "## What fits",
         markdown(FIT_HEAD, estimated_rows()),
         "GB of each GPU, by the estimate: configs/recipe.yaml in other sizes, one GPU or FSDP on "
