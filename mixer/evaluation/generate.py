@@ -162,11 +162,12 @@ class ShownText(BaseStreamer):
 
     def without_open_end(self) -> list[int]:
         """The tokens but for bytes at the end, such as <0xE6>, which the next tokens may make a
-        character of, or no text.
+        character of, or no text; also if tokens that are not shown come between.
         """
         tokens = self.tokenizer.convert_ids_to_tokens(self.ids)
+        hidden = {None, *self.tokenizer.all_special_tokens}  # None, where there is no such id
         end = len(tokens)
-        while end and (tokens[end - 1] or "").startswith("<0x"):  # None, where there is no such id
+        while end and (tokens[end - 1] in hidden or tokens[end - 1].startswith("<0x")):
             end -= 1
         return self.ids[:end]
 
