@@ -21,9 +21,9 @@ from mixer.data.tokenizer import text_encoder
 from mixer.evaluation.scoring import check_length, choose_device, context_of
 
 GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
-# Of the logits with a cache, as a share of the largest one. In fp32 right caches are within 1e-6,
-# and wrong ones far outside.
-TOLERANCE = 1e-3
+# Of the logits with a cache, as a share of the largest one. On a CPU right caches are within 1e-6;
+# on a GPU some convolutions round to TF32. A wrong one was off by 1.3.
+TOLERANCE = 3e-2
 SHOW_EVERY = (
     0.05  # seconds; decoding all of a long text after each token would take most of the time
 )
