@@ -107,13 +107,18 @@ def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
 @every_variant
 @pytest.mark.parametrize("search", SETTINGS)
 def test_padded_batches_write_what_each_prompt_gives_alone(variant, search):
-    """Padded on either side; without a cache, with one, and with a static one."""
+    """Padded on either side; without a cache, with one, and with a static one. Padded on the right,
+    also in chunks, of which the last have no token of a short prompt.
+    """
     model = lively_model(**variant)
     settings = SETTINGS[search]
     alone = [generate(model, prompt[None], use_cache=False, **settings) for prompt in prompts()]
     for side in ("left", "right"):
         ids, mask = padded(side)
-        for cache in ({"use_cache": False}, {}, {"cache_implementation": "static"}):
+        ways = [{"use_cache": False}, {}, {"cache_implementation": "static"}]
+        if side == "right":
+            ways.append({"prefill_chunk_size": 2})
+        for cache in ways:
             written = generate(model, ids, attention_mask=mask, **settings, **cache)
             assert torch.equal(written, torch.cat(alone)), (side, cache)
 
