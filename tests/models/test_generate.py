@@ -288,12 +288,14 @@ def test_what_cannot_be_generated_from_is_refused():
     short = tokens(length=4)
     cache = model(tokens(), use_cache=True).past_key_values
     few = model(tokens(length=4), use_cache=True).past_key_values
+    others = MixingCache(small_model(max_position_embeddings=6).config)
     narrow = torch.ones(3, 1)
     for call, words in (
         (lambda: model(tokens(length=13)), "input has 13 tokens; .* at most 12, the context"),
         (lambda: model.generate(short, max_new_tokens=9), "4 tokens and 9 new .*, 13 together"),
         (lambda: model(short, past_key_values=cache), "has 4 tokens and the cache 12; "),
         (lambda: model(short[:1], past_key_values=few), "has 1 texts, but the cache 3: give as "),
+        (lambda: model(short, past_key_values=others), "texts of at most 6 .* model reads 12: gi"),
         (lambda: model(short, past_key_values=DynamicCache()), "DynamicCache given; .* a Mixing"),
         (lambda: model(short, position_ids=short), "position_ids given; a masked mixer reads "),
         (lambda: model(short, attention_mask=narrow), r"has shape \(3, 1\); allowed: \(3, 4\)"),

@@ -271,6 +271,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         past = 0
         longest = self.config.longest_text
         if cache is not None:
+            if cache.config.longest_text != longest:  # its rings would have too few columns
+                raise ValueError(
+                    f"the cache is for texts of at most {cache.config.longest_text} tokens, and "
+                    f"this model reads {longest}: give MixingCache(model.config) of this model"
+                )
             past = cache.length
             longest = min(longest, cache.longest_text)
         if new == 0:
