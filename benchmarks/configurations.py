@@ -25,6 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 # The file of results and the run of each file in configs/.
 RUNS = {
     "attention": ("minute_512_h200", "attention in 3 of 8 blocks, mixing in the MLP"),
+    "plain": ("minute_512_h200", "plain, mixing in the MLP"),
     "keyed": ("today_512_h200", "keyed in some blocks, shifted keys 512, 300 s, lr 0.002"),
     "recipe": ("recipe_512_h200", "recipe, 480 steps"),
     "h200": ("recipe_512_h200", "paper"),
@@ -61,7 +62,8 @@ def main() -> None:
     sections = [
         "# Configurations",
         markdown(HEAD, measured_rows()),
-        f"From {sources}, which have hardware and commits.",
+        f"From {sources}, which have hardware and commits. Minutes are of all the configuration's "
+        "steps, at the speed of these runs, most of which had fewer.",
         "## What fits",
         markdown(FIT_HEAD, estimated_rows()),
         "GB of each GPU, by the estimate: configs/recipe.yaml in other sizes, one GPU or FSDP on "

@@ -49,7 +49,8 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
             return None
         row |= measured(lines, data.manifest, is_speed=run.identity.get("budget") == 0)
         row["parameters"] = model.num_parameters()
-        row["useful_tflops"] = useful_flops(model, config) * row["tokens_per_second"] / 1e12
+        if (flops := useful_flops(model, config)) is not None:
+            row["useful_tflops"] = flops * row["tokens_per_second"] / 1e12
     if run.keeps_checkpoint:
         row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
     else:

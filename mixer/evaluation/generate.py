@@ -5,21 +5,25 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, set_seed
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
-from mixer.common.errors import UserError
-from mixer.common.hardware import memory_for
+from mixer.common.errors import UserError, say_on_stderr
+from mixer.common.hardware import is_out_of_memory, memory_for
 from mixer.common.terminal import counted
 from mixer.data.tokenizer import text_encoder
-from mixer.evaluation.scoring import check_length, choose_device
+from mixer.evaluation.scoring import check_length, choose_device, context_of
 
 GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
+# Of the logits with a cache, as a share of the largest one. On a CPU right caches are within 1e-6;
+# on a GPU some convolutions round to TF32. A wrong one was off by 1.3.
+TOLERANCE = 3e-2
 SHOW_EVERY = (
     0.05  # seconds; decoding all of a long text after each token would take most of the time
 )
@@ -58,6 +62,15 @@ class Writer:
             pad_token_id=0,  # nothing is padded
             max_new_tokens=sampling.new_tokens,
         )
+        with self.memory():
+            has_cache = cache_works(self.model)
+        self.model.generation_config.use_cache = has_cache
+        if not has_cache:
+            model_type = self.model.config.model_type
+            say_on_stderr(
+                f"{checkpoint}: without a cache, as the one that transformers has for this "
+                f"{model_type} fails or is wrong: each token takes as long as the text before it"
+            )
         if sampling.temperature >= GREEDY_BELOW:
             self.model.generation_config.update(
                 do_sample=True,
@@ -95,6 +108,36 @@ class Writer:
             )
 
 
+@torch.no_grad()
+def cache_works(model: PreTrainedModel) -> bool:
+    """Whether `generate` computes with a cache what the model computes without. Some caches of
+    transformers have other shapes than the model's states, or are asked for what they do not have,
+    and some are wrong. A text of a few tokens does not show what is wrong in a longer one.
+    """
+    length = min(12, context_of(model) or 12)
+    new_tokens = min(3, length // 2)
+    prompt = torch.arange(length - new_tokens, device=model.device)[None]
+    prompt = prompt % model.config.get_text_config().vocab_size
+    try:
+        written: Any = model.generate(  # pyright: ignore[reportCallIssue]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            use_cache=True,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    except Exception as error:  # each model raises its own kinds
+        if is_out_of_memory(error):
+            raise
+        return False
+    with_cache = torch.stack(written.logits, 1)
+    without = model(written.sequences[:, :-1], use_cache=False).logits[:, -new_tokens:].float()
+    return bool((with_cache - without).abs().max() <= TOLERANCE * without.abs().max())
+
+
 class ShownText(BaseStreamer):
     """Shows a text while `generate` gives it the tokens. In the end it is what all tokens decode
     to: transformers' TextStreamer decodes each line alone, which loses the spaces that some
@@ -119,11 +162,12 @@ class ShownText(BaseStreamer):
 
     def without_open_end(self) -> list[int]:
         """The tokens but for bytes at the end, such as <0xE6>, which the next tokens may make a
-        character of, or no text.
+        character of, or no text; also if tokens that are not shown come between.
         """
         tokens = self.tokenizer.convert_ids_to_tokens(self.ids)
+        hidden = {None, *self.tokenizer.all_special_tokens}  # None, where there is no such id
         end = len(tokens)
-        while end and (tokens[end - 1] or "").startswith("<0x"):  # None, where there is no such id
+        while end and (tokens[end - 1] in hidden or tokens[end - 1].startswith("<0x")):
             end -= 1
         return self.ids[:end]
 

@@ -21,7 +21,7 @@ from mixer.common.progress import time_reported
 from mixer.data.tokenizer import text_encoder
 from mixer.distributed.world import Process
 from mixer.evaluation.beir import LENGTH, Collection
-from mixer.objectives.retrieval import text_vectors
+from mixer.objectives.retrieval import text_vectors, vector_size
 
 CHUNK = 1 << 14  # texts that are sorted by length at a time
 NONE = torch.iinfo(torch.int64).min  # the key of no document
@@ -106,9 +106,7 @@ def search(
     """
     embedder = Embedder(model, tokenizer, window, batch_size, process)
     queries = list(collection.queries)
-    query_vectors = torch.zeros(
-        len(queries), model.config.get_text_config().hidden_size, device=process.device
-    )
+    query_vectors = torch.zeros(len(queries), vector_size(model), device=process.device)
     for numbers, vectors in embedder.vectors(collection.queries.values(), "a query"):
         query_vectors[numbers] = vectors
     query_vectors = process.sum(query_vectors)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -35,6 +35,8 @@ AttentionInterface.register("causal", AttentionInterface()["sdpa"])
 # Of a configuration file, what describes other weights than those of a new model in fp32.
 UNREAD = ("dtype", "torch_dtype", "quantization_config", "auto_map", "architectures")
 UNREAD += ("transformers_version", "_name_or_path", "model_type")
+# Names that configurations have for the number of experts that a token goes to.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
 
 # ------------------------------------------------------------------------- its configuration
@@ -86,16 +88,16 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
     try:
         _check_names(entries, {*config_class().to_dict(), *other_names, *of_run})
         config = config_class(**with_floats(entries))
-        is_composite = config.get_text_config() is not config
+        text_config = config.get_text_config()
     except UserError:
         raise
     except Exception as error:  # each class raises its own kinds
         raise UserError(f"model.config: {model_type} refuses it: {first_line(error)}") from None
-    if is_composite:
-        raise UserError(
-            f"model.config: {model_type} is made of several models; allowed: one for text alone, "
-            f"such as {model_type}_text: give its text_config as the file"
-        )
+    if text_config is not config or not hasattr(config, "hidden_size"):
+        allowed = "one for text alone"
+        if type(text_config) in AutoModelForCausalLM._model_mapping and text_config is not config:
+            allowed += f", such as {text_config.model_type}: give its text_config as the file"
+        raise UserError(f"model.config: {model_type} is made of several models; allowed: {allowed}")
     for name, value in config.to_dict().items():
         if is_dropout(name, value):
             setattr(config, name, 0.0)
@@ -172,8 +174,10 @@ def for_training(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def has_windows(config: PreTrainedConfig) -> bool:
-    """Whether some attention sees the last tokens alone, for which it needs a mask."""
-    endings = ("window", "window_size", "attention_chunk_size")
+    """Whether some attention sees the last tokens alone, or those that an indexer chooses, for
+    which it needs a mask.
+    """
+    endings = ("window", "window_size", "attention_chunk_size", "index_topk", "indexer_budget")
     windows = [value for name, value in vars(config).items() if name.endswith(endings)]
     layer_types = " ".join(map(str, getattr(config, "layer_types", None) or ()))
     return any(windows) or re.search("sliding|chunked|local", layer_types) is not None
@@ -236,6 +240,14 @@ def check_causal(model: PreTrainedModel) -> None:
 # ------------------------------------------------------------------------- its parts
 
 
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its output layer: its `base_model`, or, where that names an attribute that
+    the model does not have, as of llama4_text, the part that is a model of transformers.
+    """
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return model.base_model if model.base_model is not model or not parts else parts[0]
+
+
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks, by the class that transformers has for them; in models without, the modules of
     the list that has num_hidden_layers of them.
@@ -255,16 +267,18 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
     """The last direct part of the base model that has vectors and no matrices, if there is one."""
     norm = None
-    for module in model.base_model.children():
+    for module in body_of(model).children():
         parameters = list(module.parameters())
         if parameters and all(parameter.ndim == 1 for parameter in parameters):
             norm = module
     return norm
 
 
-def flops_per_token(model: PreTrainedModel, tokens: int) -> dict[str, float]:
+def flops_per_token(model: PreTrainedModel, tokens: int) -> dict[str, float] | None:
     """FLOPs of one training step per token of a text of so many tokens, with the entries of
-    MaskedMixerForCausalLM.flops_per_token, whose numbers a masked mixer has.
+    MaskedMixerForCausalLM.flops_per_token, whose numbers a masked mixer has. None where they are
+    not known: of experts of which it is not (see share_of_experts), and of attention that does not
+    say so, as in transformers' oldest models.
 
     A transformer's are those of its matrices and convolutions, of experts as many as a token goes
     to; and `token_mixing`, its attention without projections. The states of recurrences, such as
@@ -274,23 +288,46 @@ def flops_per_token(model: PreTrainedModel, tokens: int) -> dict[str, float]:
         return model.flops_per_token()
     products = 0.0
     mixing = 0.0
-    for module in model.modules():
+    for path, module in model.named_modules():
+        matrices = [
+            parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.ndim > 1 and "bias" not in name
+        ]
+        share = 1.0
+        if matrices and are_experts(path, module):
+            share = share_of_experts(matrices, model.config)
+        if share is None:
+            return None
         if not isinstance(module, nn.Embedding):
-            products += sum(2 * used_weights(w, module, model) for w in module.parameters(False))
+            products += 2 * share * sum(matrix.numel() for matrix in matrices)
         if getattr(module, "is_causal", False) and "Linear" not in type(module).__name__:
             mixing += attention_flops(module, model.config, tokens)
+    if not mixing and getattr(model.config, "num_attention_heads", 0):
+        return None
     return {"useful": 3.0 * (products + mixing), "token_mixing": 3.0 * mixing}
 
 
-def used_weights(parameter: Tensor, module: nn.Module, model: PreTrainedModel) -> float:
-    """How many numbers of a parameter a token is multiplied with."""
-    if parameter.ndim == 1:
-        return 0
-    if parameter.ndim == 3 and not isinstance(module, nn.Conv1d):  # (experts, rows, columns)
-        experts = len(parameter)
-        share = getattr(model.config, "num_experts_per_tok", experts) / experts
-        return share * parameter.numel()
-    return parameter.numel()
+def are_experts(path: str, module: nn.Module) -> bool:
+    """Whether a module has the weights of experts, to some of which each token goes: all of them,
+    or one in a list of modules.
+    """
+    is_one = re.search(r"\bexperts\.\d+\b", path) is not None
+    return (is_one or "Expert" in type(module).__name__) and "shared" not in path
+
+
+def share_of_experts(matrices: list[nn.Parameter], config: PreTrainedConfig) -> float | None:
+    """How much of the weights of experts, each (experts, rows, columns), a token is multiplied
+    with. None if that is not known: configurations may not say to how many a token goes, or another
+    number for each layer, and some experts may have no weights, so that parameters differ in how
+    many they are of.
+    """
+    values = [getattr(config, name, None) for name in EXPERTS_PER_TOKEN]
+    chosen = [value for value in values if isinstance(value, int)]
+    experts = {len(matrix) for matrix in matrices if matrix.ndim == 3}
+    if not chosen or len(experts) != 1 or any(matrix.ndim != 3 for matrix in matrices):
+        return None
+    return min(chosen[0] / experts.pop(), 1.0)
 
 
 def attention_flops(attention: nn.Module, config: PreTrainedConfig, tokens: int) -> float:
@@ -298,7 +335,11 @@ def attention_flops(attention: nn.Module, config: PreTrainedConfig, tokens: int)
     ones, or those in a window.
     """
     heads = config.num_attention_heads
-    channels = heads * getattr(attention, "head_dim", config.hidden_size // heads)
+    head_dim = getattr(attention, "head_dim", config.hidden_size // heads)
+    # Of keys and of values: latent attention (MLA) has two widths.
+    widths = getattr(attention, "qk_head_dim", head_dim) + getattr(
+        attention, "v_head_dim", head_dim
+    )
     window = min(getattr(attention, "sliding_window", None) or tokens, tokens)
     seen = window - window * (window - 1) / (2 * tokens)  # on average
-    return 2 * 2 * channels * seen
+    return 2 * heads * widths * seen

@@ -20,6 +20,7 @@ from mixer.data.config import DataConfig
 from mixer.data.prepare import Data, open_data
 from mixer.data.samples import Batch, Indices, Samples, TokenFile, to_device
 from mixer.distributed.world import Group, Process
+from mixer.models.architecture import body_of
 from mixer.objectives.config import CANDIDATES, ObjectiveConfig
 from mixer.objectives.objective import Loss, Objective
 
@@ -80,9 +81,18 @@ def text_vectors(model: PreTrainedModel, texts: Tensor) -> Tensor:
     texts: (batch, tokens) int64, with -100 after the end of each, where no token of a causal model
     can see it.
     """
-    states = model.base_model(texts.clamp(min=0), use_cache=False).last_hidden_state
+    states = body_of(model)(texts.clamp(min=0), use_cache=False).last_hidden_state
     last = ((texts >= 0).sum(1) - 1).clamp(min=0)
     return F.normalize(states.take_along_dim(last[:, None, None], 1)[:, 0].float(), dim=-1)
+
+
+@torch.no_grad()
+def vector_size(model: PreTrainedModel) -> int:
+    """How many numbers a text's vector has. It may not be the configuration's hidden_size: some
+    models project the states of their last block.
+    """
+    text = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    return text_vectors(model, text).shape[1]
 
 
 def text_keys(texts: Tensor) -> Tensor:
@@ -235,10 +245,10 @@ class Retrieval(Objective):
         return False
 
     def loss(self, model: PreTrainedModel, group: Group = None) -> PairLoss:
-        if not model.config.tie_word_embeddings:  # without a gradient, for which DDP would wait
-            output = model.get_output_embeddings()
-            assert output is not None
-            output.requires_grad_(False)
+        output = model.get_output_embeddings()
+        assert output is not None
+        if output.weight is not model.get_input_embeddings().weight:
+            output.requires_grad_(False)  # it gets no gradient, for which DDP would wait
         return PairLoss(model, self.train.temperature, group)
 
     def validate(

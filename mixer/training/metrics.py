@@ -25,13 +25,15 @@ from mixer.reporting.text import readable_lines
 from mixer.training.config import RunConfig
 
 
-def useful_flops(model: PreTrainedModel, run: RunConfig) -> float:
-    """Of a training step per token; without an output layer where nothing reads its logits."""
+def useful_flops(model: PreTrainedModel, run: RunConfig) -> float | None:
+    """Of a training step per token; without an output layer where nothing reads its logits. None
+    if they are not known (see flops_per_token).
+    """
     output = model.get_output_embeddings()
     assert output is not None
     unread = output.weight.numel() * (not run.objective.reads_logits)
     flops = flops_per_token(model, run.model.max_position_embeddings)
-    return flops["useful"] - 6.0 * unread
+    return None if flops is None else flops["useful"] - 6.0 * unread
 
 
 class Timer:
@@ -54,21 +56,21 @@ class Timer:
         self.seconds[activity] += time.perf_counter() - began
 
     def lap(
-        self, tokens: int, flops_per_token: float, world: World, precision: str
+        self, tokens: int, flops_per_token: float | None, world: World, precision: str
     ) -> dict[str, float]:
         """Since the last lap: the throughput of all processes, with useful TFLOP/s and their share
-        of the devices' peak if that is known, and the share of time that this process waited for
+        of the devices' peak if these are known, and the share of time that this process waited for
         data. Waits for the device. tokens: trained on so far by all processes, without padding.
         """
         if world.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.started - self.seconds["paused"]
         rate = (tokens - self.tokens) / seconds
-        peak = peak_tflops(world.device, precision)
-        tflops = rate * flops_per_token / 1e12
-        line = {"tokens_per_second": rate, "useful_tflops": tflops}
-        if peak:
-            line["peak_share"] = tflops / (peak * world.size)
+        line = {"tokens_per_second": rate}
+        if flops_per_token is not None:
+            line["useful_tflops"] = rate * flops_per_token / 1e12
+            if peak := peak_tflops(world.device, precision):
+                line["peak_share"] = line["useful_tflops"] / (peak * world.size)
         line |= {"seconds": seconds, "data_wait_share": self.seconds["waiting"] / seconds}
         line["peak_memory_gb"] = peak_memory_gb(world.device)
         self._begin(tokens)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import evaluate
-from runs import ROOT, assert_same, killed_after, read_losses, refusal
+from runs import ROOT, assert_same, killed_after, read_lines, read_losses, refusal
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +25,14 @@ from mixer.training.passes import obstacle_to_graph
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
+LATENT |= {
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+}
+LATENT |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 FULL_SECOND = {"layer_types": ["linear_attention", "full_attention"] * 2}
 FILES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},  # has names of its own, and dropout
@@ -44,6 +52,32 @@ FILES = {
     # Its class changes is_decoder, its positions are not trained, and parts get no gradient.
     "marian": {"d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48}
     | {"decoder_attention_heads": 4, "scale_embedding": True},
+    # Names as its base a part that it does not have.
+    "llama4_text": SIZE | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Projects the states of its last block to the width of its embeddings.
+    "opt": SIZE | {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    # Chooses the tokens that attention sees, by a mask.
+    "deepseek_v32": SIZE | LATENT | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 4},
+    # Mixtures of experts, which have names and shapes of their own for what these are.
+    "deepseek_v3": SIZE | LATENT,
+    "aria_text": SIZE | {"moe_num_experts": 4, "moe_topk": 2},
+    "gemma4_text": SIZE
+    | {"head_dim": 8, "global_head_dim": 8, "num_global_key_value_heads": 2}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 500}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    | {"moe_intermediate_size": 16, "layer_types": ["full_attention"] * 4},
+    "gpt_oss": SIZE
+    | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"layer_types": ["full_attention"] * 4},
+    "inkling_text": SIZE
+    | {"head_dim": 8, "d_rel": 4, "rel_extent": 8, "moe_intermediate_size": 16}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 4, "layer_types": ["hybrid"] * 4},
+    "longcat_flash": LATENT
+    | {"hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 2, "num_attention_heads": 4}
+    | {"head_dim": 8}
+    | {"expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2},
+    "hunyuan_v1_moe": SIZE | {"head_dim": 8, "num_experts": 4, "moe_topk": [1, 2, 2, 2]},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "bert": SIZE,
     "gemma3": {},
     "t5": {},
@@ -129,8 +163,22 @@ def test_a_run_from_its_weights_needs_no_file(model_type, write_file, auto_confi
     train(load_config(str(tmp_path / "runs/first/config.yaml"), ["train.steps=13"]))
 
 
+@pytest.mark.parametrize("model_type", ["llama4_text", "opt", "inkling_text"])
+def test_it_learns_pairs_and_finds_documents(model_type, write_file, auto_config, tmp_path):
+    command = [*write_file(model_type), "train.objective=contrastive", "train.steps=4"]
+    train(load_config(str(auto_config), [*command, "model.max_position_embeddings=16"]))
+    (tmp_path / "texts/qrels").mkdir(parents=True)
+    rows = [{"_id": f"d{n}", "text": f"def read(self, n={n})"} for n in range(3)]
+    (tmp_path / "texts/corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "texts/queries.jsonl").write_text(json.dumps(rows[1] | {"_id": "q"}))
+    (tmp_path / "texts/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td1\t1\n")
+    found = evaluate(tmp_path / "runs/small/step-4", retrieval=str(tmp_path / "texts"))
+    assert (found["documents"], found["mrr_at_10"]) == (3, 1)  # the copy of the query
+
+
 @pytest.mark.parametrize(
-    ("model_type", "attention"), [("lfm2", "causal"), ("gemma3_text", "sdpa"), ("mamba2", "eager")]
+    ("model_type", "attention"),
+    [("lfm2", "causal"), ("gemma3_text", "sdpa"), ("deepseek_v32", "sdpa"), ("mamba2", "eager")],
 )
 def test_its_logits_are_those_of_transformers_and_windows_keep_their_masks(model_type, attention):
     model = build(model_type)
@@ -203,6 +251,34 @@ def test_its_operations_are_those_that_torch_counts_without_what_is_masked(model
         assert counts["useful"] == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "model_type", ["aria_text", "deepseek_v3", "gemma4_text", "gpt_oss", "inkling_text"]
+)
+def test_of_experts_those_count_that_a_token_goes_to(model_type):
+    tokens = 64
+    model = build(model_type, tokens)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")  # which multiplies a token with its experts alone
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens)[None], use_cache=False)
+    counts = flops_per_token(model, tokens)
+    masked = counts["token_mixing"] * (tokens - 1) / (tokens + 1)
+    counted = (counts["useful"] + masked) * tokens
+    assert counted == pytest.approx(3 * counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("model_type", ["longcat_flash", "hunyuan_v1_moe", "bloom"])
+def test_operations_that_are_not_known_are_not_reported(
+    model_type, write_file, auto_config, tmp_path
+):
+    """Of experts some of which compute nothing, or of another number in each layer; of attention
+    that is not found.
+    """
+    train(load_config(str(auto_config), [*write_file(model_type), "train.steps=1"]))
+    (line,) = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
+    assert line["tokens_per_second"] > 0 and "useful_tflops" not in line
+
+
 def test_no_graph_is_recorded_of_it_unless_asked_for(monkeypatch, tmp_path):
     file = tmp_path / "gpt2.json"
     file.write_text(json.dumps({"model_type": "gpt2"}))
@@ -246,6 +322,8 @@ def test_types_of_flash_linear_attention_are_known_where_it_is_installed(monkeyp
         ("mine", {"auto_map": {}}, "and code that comes with a model \\(auto_map\\) is not run"),
         ("t5", {}, "'t5' is no causal language model; allowed: those of AutoModelForCausalLM"),
         ("gemma3", {}, "gemma3 is made of several models; allowed: .* such as gemma3_text: give"),
+        ("fuyu", {}, "fuyu is made of several models; allowed: .* such as persimmon: give"),
+        ("blt", {}, "blt is made of several models; allowed: one for text alone$"),
         ("lfm2", {"norm_epss": 3}, "unknown key norm_epss; did you mean norm_eps"),
         ("lfm2", {"hidden_size": "x"}, "lfm2 refuses it: .*'hidden_size'"),
         ("mamba2", {"num_heads": 3}, "mamba2 refuses it: .*must equal num_heads"),

@@ -16,14 +16,18 @@ from models import MIXINGS, SETTINGS, generate, lively_model, padded, prompts, s
 from texts import save_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    MoshiConfig,
     PreTrainedTokenizerFast,
     RwkvConfig,
     RwkvForCausalLM,
     TextIteratorStreamer,
     pipeline,
+    xLSTMConfig,
 )
 
 from mixer.commands.generate import main
@@ -34,6 +38,8 @@ from mixer.evaluation.generate import ShownText
 from mixer.models.masked_mixer.cache import MixingCache
 from mixer.objectives.tasks import open_task
 
+SIZES_OF_ATTENTION = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
+SIZES_OF_ATTENTION |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 VARIANTS = MIXINGS | {"tied-norm": {"tie_word_embeddings": True, "final_norm": True}}
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 
@@ -318,7 +324,9 @@ def test_the_command_writes_prompts_of_different_lengths(tokenizer, tmp_path, ca
     def write(*prompts, temperature=0.0, seed=0):
         options = f"--checkpoint {tmp_path} --new-tokens 4 --temperature {temperature}"
         main([*options.split(), "--seed", str(seed), "--prompt", *prompts])
-        return capsys.readouterr().out.rstrip("\n")
+        printed = capsys.readouterr()
+        assert "without a cache" not in printed.err
+        return printed.out.rstrip("\n")
 
     alone = [write("def read(self"), write("def")]
     assert alone[0].startswith("def read(self") and alone[1] == greedy
@@ -440,6 +448,35 @@ def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_pa
     assert continuations(tmp_path, prompts, 8, temperature, 5) == alone
 
 
+# An xLSTM whose width is no multiple of 64, for which its cache has other shapes; an LFM2 without
+# attention, whose cache cannot say how long the text is; a Moshi whose window the cache forgets.
+WITHOUT_CACHE = {
+    "xlstm": xLSTMConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_heads=4),
+    "lfm2": Lfm2Config(layer_types=["conv", "conv"], **SIZES_OF_ATTENTION),
+    "moshi": MoshiConfig(sliding_window=4, ffn_dim=32, head_dim=8, **SIZES_OF_ATTENTION),
+}
+
+
+@pytest.mark.parametrize("config", WITHOUT_CACHE.values(), ids=WITHOUT_CACHE)
+def test_the_command_does_without_a_cache_that_fails_or_is_wrong(
+    config, tokenizer, tmp_path, capsys
+):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt = "def read(self, size)"
+    ids = torch.from_numpy(text_encoder(tokenizer)(prompt).astype("int64"))[None]
+    for _ in range(8):
+        following = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, following], 1)
+    expected = tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert continuations(tmp_path, [prompt], 8, 0.0, 0) == [expected]
+    said = f"without a cache, as the one that transformers has for this {config.model_type} fails"
+    assert said in capsys.readouterr().err
+
+
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
     lively_model(vocab_size=300).save_pretrained(tmp_path)
     open_task(DataConfig(source="copy", vocab_size=300), 24).tokenizer.save_pretrained(tmp_path)
@@ -458,10 +495,12 @@ def test_the_command_refuses_more_tokens_than_a_transformers_context(tokenizer, 
 
 
 @pytest.mark.parametrize("source", ["appends EOS", "Llama 2"])
-def test_the_command_reads_a_prompt_as_training_reads_a_text(tmp_path, source):
+def test_the_command_reads_a_prompt_as_training_reads_a_text(tmp_path, source, monkeypatch):
     """Nothing that the tokenizer puts around it: after an EOS begins another text. A space before
     it, as training has.
     """
+    # As on a slow machine: bytes, a token that is not shown, and more bytes are one character.
+    monkeypatch.setattr("mixer.evaluation.generate.SHOW_EVERY", -1)
     tokenizer = existing_tokenizer(save_tokenizer(tmp_path, source))
     model = lively_model(vocab_size=320, max_position_embeddings=64)
     model.generation_config.eos_token_id = None
