@@ -62,9 +62,9 @@ def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> fl
     token_bytes += number_bytes * blocks * 2 * config.hidden_size
     if run.train.recompute == "activation":  # without that of the MLP
         token_bytes -= number_bytes * blocks * config.intermediate_size
-    # Plain PyTorch also keeps numbers for pairs of tokens: the weights of a convolution, of a window
-    # as many rows as it has tokens; and of keyed mixing, in each text, its scores and how well
-    # tokens match.
+    # Plain PyTorch also keeps numbers for pairs of tokens: the weights of a convolution, with a
+    # window as many rows as that has tokens; and of keyed mixing, in each text, its scores and how
+    # well tokens match.
     texts = tokens // context
     pair_bytes = 0
     for layer in model.modules():
