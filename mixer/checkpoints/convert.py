@@ -12,7 +12,7 @@ from mixer.checkpoints import pretrained
 from mixer.checkpoints.model_files import check_new_weights
 from mixer.checkpoints.reference_format import ASSUMED, from_reference, read_weights, to_reference
 from mixer.common.files import whole_file
-from mixer.data.tokenizer import existing_tokenizer
+from mixer.data.tokenizer import existing_tokenizer, read_tokenizer
 from mixer.models.masked_mixer.convolution import TriangularConv
 
 
@@ -67,7 +67,7 @@ def convert_mixing(source: Path, output: Path, form: str) -> None:
             change = converted_conv.mixing_weight().detach().tril() - weight
             changes.append(float(change.norm() / weight.norm().clamp(min=1e-30)))
     has_tokenizer = (source / "tokenizer_config.json").exists()
-    tokenizer = existing_tokenizer(str(source)) if has_tokenizer else None
+    tokenizer = read_tokenizer(str(source)) if has_tokenizer else None
     pretrained.write_new(output, converted, tokenizer, source)
     mean = sum(changes) / max(1, len(changes))
     most = max(changes, default=0.0)

@@ -52,7 +52,7 @@ class Data:
     training: Samples
     validation: Samples
     tokenizer: PreTrainedTokenizerFast
-    text_bytes: tokenizing.TextBytes  # of validation's text
+    text_bytes: tokenizing.TextBytes | None = None  # of validation's text; a task has none
 
 
 def open_data(

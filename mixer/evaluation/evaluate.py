@@ -209,7 +209,7 @@ def evaluate_text(
     size = options.batch_size
     with time_reported("reading the text"):
         text = texts.choose_text(options, window, tokenizer)
-    check_token(max(int(ids.max()) for ids in text.streams if len(ids)), model, text.name)
+    check_token(text.largest_token, model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     if (samples := text.samples) is not None:
         starts = range(0, len(samples), size)

@@ -47,7 +47,7 @@ def representation(
     model, tokenizer = load_checkpoint(directory, choose_device(source.device, source.dtype))
     context, _ = evaluate.choose_window(source, model)
     text = texts.choose_text(source, context, tokenizer)
-    check_token(max(int(stream.max()) for stream in text.streams), model, text.name)
+    check_token(text.largest_token, model, text.name)
     stream = max(text.streams, key=len)
     block_count = len(blocks(model.base_model))
     layers = list(range(block_count + 1)) if layers is None else layers

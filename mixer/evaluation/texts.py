@@ -34,6 +34,11 @@ class Text:
     loses: str = ""  # what the tokenizer loses of it, see tokenizer.lost_text
     samples: Samples | None = None  # the streams are theirs, of which their targets are scored
 
+    @property
+    def largest_token(self) -> int:
+        """Of streams of which some may have no token."""
+        return max(int(tokens.max()) for tokens in self.streams if len(tokens))
+
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The text that the options name, cut to max_tokens, or what the run was trained on.

@@ -129,18 +129,19 @@ class Language(Objective):
         self, loss: TokenLoss, data: Data, process: Process
     ) -> tuple[dict[str, float], str]:
         """Of samples spread over the split: the mean nats of a target, the bits for each byte of
-        their text, the share of targets that are the likeliest token, and the number of targets.
+        their text if they have one, the share of targets that are the likeliest token, and the
+        number of targets.
         """
         samples = data.validation
         count = min(len(samples), self.train.eval_samples or len(samples))
         batches = spread_batches(samples, count, self.train.batch_size, process)
         scores = score_tokens(loss, batches, self.context, process, data.text_bytes)
-        line = {
-            "validation_loss": scores.nats / scores.tokens,
-            "validation_bits_per_byte": scores.nats / math.log(2) / max(scores.bytes, 1),
-            "validation_accuracy": scores.accuracy,
-            "validation_tokens": scores.tokens,
-        }
+        line = {"validation_loss": scores.nats / scores.tokens}
+        if data.text_bytes is not None:
+            bits = scores.nats / math.log(2)
+            line["validation_bits_per_byte"] = bits / max(scores.bytes, 1)
+        line["validation_accuracy"] = scores.accuracy
+        line["validation_tokens"] = scores.tokens
         tokens = data.manifest.splits["validation"].tokens
         extent = f"{scores.tokens:,} of {counted(tokens, 'token')}"
         return line, f"{self.in_words(line)} ({extent})"

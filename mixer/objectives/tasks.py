@@ -20,7 +20,7 @@ from mixer.common.errors import Say, UserError
 from mixer.data.config import DataConfig, Manifest
 from mixer.data.prepare import Data
 from mixer.data.samples import Batch, Indices, hash_number, mixed
-from mixer.data.tokenizer import END_OF_TEXT, TextBytes, fit_to_models
+from mixer.data.tokenizer import END_OF_TEXT, fit_to_models
 from mixer.objectives.language import Language
 
 SAMPLES = {"train": 2**32, "validation": 2048}
@@ -158,5 +158,4 @@ def open_task(config: DataConfig, context: int) -> Data:
         "splits": recorded,
     }
     fit_to_models(tokenizer, context)
-    text_bytes = TextBytes(tokenizer)
-    return Data(Manifest.of(values), splits["train"], splits["validation"], tokenizer, text_bytes)
+    return Data(Manifest.of(values), splits["train"], splits["validation"], tokenizer)

@@ -82,11 +82,7 @@ def compare_runs(runs: dict[str, list[dict]], output: Path) -> list[dict]:
         steps, losses = without_start(*series(lines, "validation_loss"))
         if not steps:
             raise UserError(f"{name} has no validation loss yet: see train.eval_every")
-        # Of training: with compilation, without evaluation and saving.
-        windows = [line for line in lines if "loss" in line]
-        logged_steps, window_seconds = series(windows, "seconds")
-        seconds_at_logged = np.cumsum([0.0, *window_seconds])
-        seconds = np.interp(steps, [0, *logged_steps], seconds_at_logged).tolist()
+        seconds = np.interp(steps, *training_seconds(lines)).tolist()
         bits = without_start(*series(lines, "validation_bits_per_byte"))[1] or ["-"]
         row = {
             "run": name,
@@ -105,6 +101,18 @@ def compare_runs(runs: dict[str, list[dict]], output: Path) -> list[dict]:
             axes.plot(seconds, values, "o-", label=f"{name}: {values[-1]:.4f} at the end")
         axes.set_xlim(left=0)
     return rows
+
+
+def training_seconds(lines: list[dict]) -> tuple[list[int], list[float]]:
+    """The logged steps from 0 on, and the seconds of training up to each: with compilation, without
+    evaluation and saving. Of a window in which a run has gone on, `seconds` are those since then,
+    but its tokens are all.
+    """
+    windows = [line for line in lines if line.get("tokens_per_second")]
+    steps, tokens = series(windows, "tokens")
+    _, rates = series(windows, "tokens_per_second")
+    window_seconds = np.diff([0.0, *tokens]) / rates
+    return [0, *steps], np.cumsum([0.0, *window_seconds]).tolist()
 
 
 def tokens_differ(rows: list[dict]) -> bool:

@@ -11,7 +11,13 @@ from models import MIXINGS, lively_model, small_model, tokens
 from recurrent_reference import RecurrentReference
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from mixer.checkpoints.convert import convert, convert_back, convert_mixing
 from mixer.checkpoints.reference_format import from_reference, to_reference
@@ -77,6 +83,16 @@ def test_a_model_by_lag_becomes_full_and_lags_again_without_a_change(kind, tmp_p
         found = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert found.config.mixing_weight == ("full" if name == "full" else "lags")
         torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tokenizer_without_an_eos_stays_with_the_model(tmp_path):
+    tokenizer = train_tokenizer(["A text of a few tokens."], 300)
+    small_model(vocab_size=300).save_pretrained(tmp_path / "full")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(
+        tmp_path / "full"
+    )
+    convert_mixing(tmp_path / "full", tmp_path / "lags", "lags")
+    assert AutoTokenizer.from_pretrained(tmp_path / "lags").vocab == tokenizer.vocab
 
 
 def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from markdown import tables
 from models import SMALL, lively_model, small_model
+from tokenizers import normalizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -107,6 +108,18 @@ def test_a_text_goes_into_the_layers_as_it_is_embedded(tmp_path, monkeypatch):
     ids = torch.from_numpy(text_encoder(tokenizer)("A text of a few tokens.")[:6].astype("int64"))
     expected = model.eval()(ids[None], output_hidden_states=True).hidden_states[1]
     torch.testing.assert_close(outputs[0], expected)
+
+
+def test_a_document_of_which_the_tokenizer_leaves_nothing_is_passed_over(tmp_path):
+    small_model(vocab_size=400).save_pretrained(tmp_path / "model")
+    tokenizer = train_tokenizer(["A text of a few tokens."], 400)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    tokenizer.save_pretrained(tmp_path / "model")
+    texts = [{"text": text} for text in ("\u200b", "A text of a few tokens.")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    how = f"--text {tmp_path}/rows.jsonl --layers 0 --tokens 6 --steps 1"
+    run(tmp_path / "model", tmp_path / "pages", how)
+    assert (tmp_path / "pages/representation.md").is_file()
 
 
 def run(checkpoint: Path, output: Path, options: str) -> None:

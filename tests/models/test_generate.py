@@ -113,13 +113,18 @@ def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
 @every_variant
 @pytest.mark.parametrize("search", SETTINGS)
 def test_padded_batches_write_what_each_prompt_gives_alone(variant, search):
-    """Padded on either side; without a cache, with one, and with a static one."""
+    """Padded on either side; without a cache, with one, and with a static one. Padded on the right,
+    also in chunks, of which the last have no token of a short prompt.
+    """
     model = lively_model(**variant)
     settings = SETTINGS[search]
     alone = [generate(model, prompt[None], use_cache=False, **settings) for prompt in prompts()]
     for side in ("left", "right"):
         ids, mask = padded(side)
-        for cache in ({"use_cache": False}, {}, {"cache_implementation": "static"}):
+        ways = [{"use_cache": False}, {}, {"cache_implementation": "static"}]
+        if side == "right":
+            ways.append({"prefill_chunk_size": 2})
+        for cache in ways:
             written = generate(model, ids, attention_mask=mask, **settings, **cache)
             assert torch.equal(written, torch.cat(alone)), (side, cache)
 
@@ -289,12 +294,14 @@ def test_what_cannot_be_generated_from_is_refused():
     short = tokens(length=4)
     cache = model(tokens(), use_cache=True).past_key_values
     few = model(tokens(length=4), use_cache=True).past_key_values
+    others = MixingCache(small_model(max_position_embeddings=6).config)
     narrow = torch.ones(3, 1)
     for call, words in (
         (lambda: model(tokens(length=13)), "input has 13 tokens; .* at most 12, the context"),
         (lambda: model.generate(short, max_new_tokens=9), "4 tokens and 9 new .*, 13 together"),
         (lambda: model(short, past_key_values=cache), "has 4 tokens and the cache 12; "),
         (lambda: model(short[:1], past_key_values=few), "has 1 texts, but the cache 3: give as "),
+        (lambda: model(short, past_key_values=others), "texts of at most 6 .* model reads 12: gi"),
         (lambda: model(short, past_key_values=DynamicCache()), "DynamicCache given; .* a Mixing"),
         (lambda: model(short, position_ids=short), "position_ids given; a masked mixer reads "),
         (lambda: model(short, attention_mask=narrow), r"has shape \(3, 1\); allowed: \(3, 4\)"),

@@ -121,6 +121,7 @@ def test_a_tiny_keyed_mixer_learns_to_copy_goes_on_to_the_bit_and_is_evaluated(
     right = [line["validation_accuracy"] for line in lines]
     assert len(right) == 3 and right[0] < 0.05 and right[-1] > 0.9, right
     assert lines[-1]["validation_tokens"] == 64 * 8
+    assert "validation_bits_per_byte" not in lines[-1]  # random tokens stand for no text
 
     cut, metrics = launch("--config", path, "name=cut"), runs / "cut/metrics.jsonl"
     cut.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 40).kill()

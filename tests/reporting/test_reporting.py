@@ -47,7 +47,8 @@ def write_metrics(directory, shift=0.0, seconds=0.5, token_bytes=4.0):
     directory.mkdir()
     with open(directory / "metrics.jsonl", "w") as file:
         for step, loss in zip(STEPS, losses(shift), strict=True):
-            line = {"step": step, "loss": loss, "seconds": seconds}
+            line = {"step": step, "loss": loss, "tokens": 64 * step, "seconds": seconds}
+            line["tokens_per_second"] = 64 / seconds
             file.write(json.dumps(line) + "\n")
             if step % 10 == 0:
                 found = {"step": step, "validation_loss": loss + 0.1}
@@ -191,6 +192,22 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
             curves.main([f"slow/{name}"])
     with pytest.raises(UserError, match="^metrics.jsonl does not exist: give .* or slow$"):
         curves.main(["."])
+
+
+def test_the_time_of_a_run_that_went_on_between_two_lines_is_that_of_all_its_steps(
+    tmp_path, drawn, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    runs = [write_metrics(Path("whole")), write_metrics(Path("resumed"))]
+    lines = read_metrics(runs[1])
+    window = next(line for line in lines if line["step"] == 30 and "loss" in line)
+    window["seconds"] /= 10  # nine of ten of its steps were done before the run was stopped
+    (runs[1] / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    curves.main([*map(str, runs)])
+    _, whole, resumed = rows(capsys.readouterr().out)
+    assert resumed[1:] == whole[1:]
+    shown = drawn_lines(drawn[-1].axes[0]).values()
+    assert len({tuple(seconds) for seconds, _ in shown}) == 1
 
 
 def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, monkeypatch):

@@ -13,6 +13,8 @@ from mixer.training.estimate import activation_bytes, needed_gb
 from mixer.training.passes import set_recompute
 
 SIZES = ["model.hidden_size=64", "model.num_hidden_layers=3", "model.max_position_embeddings=64"]
+LONG = ["model.max_position_embeddings=1024", "train.batch_size=1", "model.num_mixer_heads=8"]
+LONG += ["model.mixing_weight=lags"]
 KEYED = ["model.mixer_key_size=16", "model.num_mixer_heads=4"]
 
 
@@ -26,6 +28,9 @@ KEYED = ["model.mixer_key_size=16", "model.num_mixer_heads=4"]
         ["train.objective=contrastive"],
         ["model.num_mixer_heads=4"],
         ["model.mixing_weight=mixed", "model.num_mixer_heads=4"],
+        [*LONG, "model.mixing_window=4"],
+        [*LONG, "model.mixing_window=64"],
+        [*LONG, "model.mixing_window=64", "model.mixing_in_mlp=true"],
         KEYED,
         [*KEYED, "train.batch_size=16"],
         ["model.architecture=llama"],
@@ -39,7 +44,7 @@ def test_the_estimate_is_about_what_a_pass_keeps(options):
     model = new_model(config)
     set_recompute(model, run.train.recompute)
     loss = run.objective.loss(model).train()
-    texts = torch.randint(600, (2, run.train.batch_size, 64))
+    texts = torch.randint(600, (2, run.train.batch_size, run.model.max_position_embeddings))
     storages = {}
 
     def keep(tensor):

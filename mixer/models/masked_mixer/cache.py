@@ -58,6 +58,9 @@ class MixingCache(Cache):
         self.length = 0
         self.longest = 0  # length that this text has had, before tokens were dropped
         self.memories: dict[ModuleId, Tensor] = {}
+        # The model's result of each text's last token, (batch, channels), which padding repeats;
+        # None where there is none, or that token was dropped.
+        self.last: Tensor | None = None
         self.has_padding = False
         self.captured: CapturedStep | None = None
 
@@ -167,6 +170,7 @@ class MixingCache(Cache):
 
     def reset(self) -> None:
         self.length = self.longest = 0
+        self.last = None
         for memory in self.memories.values():
             memory.zero_()
 
@@ -195,7 +199,9 @@ class MixingCache(Cache):
                 "at most, because more have overwritten what the others need: call reset() and "
                 "give the text anew"
             )
-        self.length = min(remaining, self.length)
+        if remaining < self.length:
+            self.length = remaining
+            self.last = None
 
     @property
     def batch(self) -> int:
@@ -211,11 +217,17 @@ class MixingCache(Cache):
             module_id: memory[indices.to(memory.device)]
             for module_id, memory in self.memories.items()
         }
+        self._select_last(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
         for memory in self.memories.values():
             memory.copy_(memory.index_select(0, beam_idx.to(memory.device)))
+        self._select_last(beam_idx)
+
+    def _select_last(self, indices: Tensor) -> None:
+        if self.last is not None:
+            self.last = self.last[indices.to(self.last.device)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length

@@ -129,9 +129,9 @@ class TokenLayout:
     """Where a batch's new tokens are, by an attention mask (batch, past + new) or None. The
     model works on `gather(input_ids)`: each text's tokens come first, and its padding after them,
     where no token can see it. `restore` puts the results back into the input's columns. A padded
-    position gets the result of the last token before it: `generate` reads the last column, which so
-    has every text's prediction, whichever side is padded. Positions before the first token get
-    zeros: a loss over all columns would learn from anything else there.
+    position gets the result of the last token before it, also of one in the cache: `generate` reads
+    the last column, which so has every text's prediction, whichever side is padded. Positions
+    before the first token get zeros: a loss over all columns would learn from anything else there.
     """
 
     def __init__(self, mask: Tensor | None, new: int):
@@ -159,13 +159,19 @@ class TokenLayout:
         is_marked = (column >= self.count[:, -1:]) & mark_padding
         return (self.starts + column).masked_fill(is_marked, -1)
 
-    def restore(self, x: Tensor) -> Tensor:
-        """x (batch, new, channels), back in the order of the input's columns."""
-        if self.order is None:
+    def restore(self, x: Tensor, last: Tensor | None = None) -> Tensor:
+        """x (batch, new, channels), back in the order of the input's columns. last: the result of
+        each text's last token in the cache, (batch, channels); None: zeros.
+        """
+        if not self.is_padded:
             return x
-        column = (self.count - 1).clamp(min=0)[..., None].expand_as(x)
-        before = self.starts + self.count == 0  # the first token
-        return x.gather(1, column).masked_fill(before[..., None], 0)
+        if self.order is not None:
+            column = (self.count - 1).clamp(min=0)[..., None].expand_as(x)
+            x = x.gather(1, column)
+        before = (self.count == 0)[..., None]  # the first new token
+        if last is None:
+            return x.masked_fill(before, 0)
+        return x.where(~before, last[:, None].to(x.dtype))
 
 
 class MaskedMixerModel(MaskedMixerPreTrainedModel):
@@ -215,7 +221,9 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             past.positions = layout.positions(past.length, input_ids.device, mark_padding)
             past.has_padding = mark_padding and layout.is_padded
             x = past.run(self._blocks, input_ids, states)
-        x = layout.restore(x)
+        x = layout.restore(x, None if past is None else past.last)
+        if past is not None:
+            past.last = x[:, -1].clone()  # a view would keep the results of a whole prompt
         if states is not None:
             states = tuple(layout.restore(state) for state in states)
         return BaseModelOutputWithPast(x, past, hidden_states=states)
@@ -263,6 +271,11 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         past = 0
         longest = self.config.longest_text
         if cache is not None:
+            if cache.config.longest_text != longest:  # its rings would have too few columns
+                raise ValueError(
+                    f"the cache is for texts of at most {cache.config.longest_text} tokens, and "
+                    f"this model reads {longest}: give MixingCache(model.config) of this model"
+                )
             past = cache.length
             longest = min(longest, cache.longest_text)
         if new == 0:
@@ -319,7 +332,8 @@ class MaskedMixerForCausalLM(MaskedMixerPreTrainedModel, InTransformersLoops, Ge
                 cache must fit into the context; other weights have no limit.
             attention_mask: (batch, tokens in the cache + tokens), 1 for a token and 0 for padding,
                 on either side. Each text is computed as if it stood alone. A padded position
-                repeats the logits of the token before it, or has zeros if there is none.
+                repeats the logits of the token before it, or has zeros if there is none, or a crop
+                of the cache came between.
             labels: (batch, tokens) int64, the inputs themselves (they are shifted here), -100 for
                 tokens that are not scored. The first token of a text and padding are never scored.
             logits_to_keep: the number of last tokens, or the positions; 0: all.
