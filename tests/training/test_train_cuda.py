@@ -79,7 +79,7 @@ def test_losses_of_each_precision_and_engine_are_those_of_one_gpu_in_fp32(
     compiled=("bf16", ("train.compile=blocks",)),
     graphs=("fp16", GRAPHS),
     recipe=("bf16", RECIPE_GRAPHS),
-    recomputed=("bf16", (*RECIPE_GRAPHS, "train.recompute=block")),
+    recomputed=("bf16", (*RECIPE, "train.compile=blocks", "train.recompute=block")),
 )
 def test_a_killed_run_resumes_exactly(
     write_config, launch, tmp_path, processes, engine, precision, changed
