@@ -76,14 +76,16 @@ class PairFile(TokenFile):
 
 
 def text_vectors(model: PreTrainedModel, texts: Tensor) -> Tensor:
-    """The hidden states of the last tokens, divided by their norms: (batch, hidden) fp32.
+    """The hidden states of the last tokens, divided by their norms: (batch, hidden) fp32. A text
+    without tokens has zeros, and so is like no other.
 
     texts: (batch, tokens) int64, with -100 after the end of each, where no token of a causal model
     can see it.
     """
     states = body_of(model)(texts.clamp(min=0), use_cache=False).last_hidden_state
     last = ((texts >= 0).sum(1) - 1).clamp(min=0)
-    return F.normalize(states.take_along_dim(last[:, None, None], 1)[:, 0].float(), dim=-1)
+    vectors = F.normalize(states.take_along_dim(last[:, None, None], 1)[:, 0].float(), dim=-1)
+    return vectors * (texts[:, :1] >= 0)
 
 
 @torch.no_grad()

@@ -103,6 +103,13 @@ def test_the_loss_and_its_gradients_are_those_of_a_naive_one_whatever_the_length
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-7, atol=1e-10)
 
 
+def test_a_text_without_tokens_is_like_no_other():
+    texts = torch.full((2, 8), -100)
+    texts[0, 0] = 7
+    filled, empty = text_vectors(model_of("flat"), texts)
+    assert filled.norm().item() == pytest.approx(1) and not empty.any()
+
+
 @pytest.mark.parametrize("batch_size", [4, 5, 16])
 def test_an_evaluation_scores_each_pair_once_whatever_the_batches(batch_size, in_fp64):
     class Pairs:
