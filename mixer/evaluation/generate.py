@@ -19,10 +19,12 @@ from mixer.common.hardware import is_out_of_memory, memory_for
 from mixer.common.terminal import counted
 from mixer.data.tokenizer import text_encoder
 from mixer.evaluation.scoring import check_length, choose_device, context_of
+from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
 
 GREEDY_BELOW = 1e-4  # logits divided by a lower temperature could overflow
+CHECKED = 64  # tokens of the text by which a cache is checked
 # Of the logits with a cache, as a share of the largest one. On a CPU right caches are within 1e-6;
-# on a GPU some convolutions round to TF32. A wrong one was off by 1.3.
+# on a GPU some convolutions round to TF32. Wrong ones were off by 0.3 to 1.3.
 TOLERANCE = 3e-2
 SHOW_EVERY = (
     0.05  # seconds; decoding all of a long text after each token would take most of the time
@@ -63,7 +65,7 @@ class Writer:
             max_new_tokens=sampling.new_tokens,
         )
         with self.memory():
-            has_cache = cache_works(self.model)
+            has_cache = isinstance(self.model, MaskedMixerForCausalLM) or cache_works(self.model)
         self.model.generation_config.use_cache = has_cache
         if not has_cache:
             model_type = self.model.config.model_type
@@ -110,32 +112,39 @@ class Writer:
 
 @torch.no_grad()
 def cache_works(model: PreTrainedModel) -> bool:
-    """Whether `generate` computes with a cache what the model computes without. Some caches of
+    """Whether `generate` computes with a cache what it computes without. Some caches of
     transformers have other shapes than the model's states, or are asked for what they do not have,
-    and some are wrong. A text of a few tokens does not show what is wrong in a longer one.
+    and some are wrong. A text of CHECKED tokens does not show what is wrong in a longer one.
     """
-    length = min(12, context_of(model) or 12)
-    new_tokens = min(3, length // 2)
-    prompt = torch.arange(length - new_tokens, device=model.device)[None]
-    prompt = prompt % model.config.get_text_config().vocab_size
+    without = logits_of_new_tokens(model, use_cache=False)
     try:
-        written: Any = model.generate(  # pyright: ignore[reportCallIssue]
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            use_cache=True,
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        with_cache = logits_of_new_tokens(model, use_cache=True)
     except Exception as error:  # each model raises its own kinds
         if is_out_of_memory(error):
             raise
         return False
-    with_cache = torch.stack(written.logits, 1)
-    without = model(written.sequences[:, :-1], use_cache=False).logits[:, -new_tokens:].float()
     return bool((with_cache - without).abs().max() <= TOLERANCE * without.abs().max())
+
+
+def logits_of_new_tokens(model: PreTrainedModel, use_cache: bool) -> Tensor:
+    """Of a few tokens that `generate` writes, to a text of CHECKED tokens in all, or of the model's
+    context: (1, tokens, vocabulary) fp32.
+    """
+    length = min(CHECKED, context_of(model) or CHECKED)
+    new_tokens = min(3, length // 2)
+    prompt = torch.arange(length - new_tokens, device=model.device)[None]
+    prompt = prompt % model.config.get_text_config().vocab_size
+    written: Any = model.generate(  # pyright: ignore[reportCallIssue]
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        use_cache=use_cache,
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return torch.stack(written.logits, 1)
 
 
 class ShownText(BaseStreamer):
@@ -165,7 +174,8 @@ class ShownText(BaseStreamer):
         character of, or no text; also if tokens that are not shown come between.
         """
         tokens = self.tokenizer.convert_ids_to_tokens(self.ids)
-        hidden = {None, *self.tokenizer.all_special_tokens}  # None, where there is no such id
+        added = self.tokenizer.added_tokens_decoder.values()
+        hidden = {None, *(str(token) for token in added if token.special)}  # None: no such id
         end = len(tokens)
         while end and (tokens[end - 1] in hidden or tokens[end - 1].startswith("<0x")):
             end -= 1

@@ -102,7 +102,8 @@ def search(
     process: Process,
 ) -> Hits:
     """The documents nearest to each query, by cosine. As in BEIR, the document with a query's own
-    id is left out. The processes share the texts, and all of them return the same.
+    id is left out; and a text without tokens finds nothing and is not found. The processes share
+    the texts, and all of them return the same.
     """
     embedder = Embedder(model, tokenizer, window, batch_size, process)
     queries = list(collection.queries)
@@ -129,6 +130,7 @@ def search(
                 scores = query_vectors @ vectors.T
             keys = sort_keys(scores, places[numbers])
             keys = keys.masked_fill(own_number[:, None] == numbers, NONE)
+            keys = keys.masked_fill(~(query_vectors.any(1)[:, None] & vectors.any(1)), NONE)
             best = torch.cat([best, keys], 1).topk(LENGTH).values
             count += len(numbers)
 

@@ -93,9 +93,10 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
         raise
     except Exception as error:  # each class raises its own kinds
         raise UserError(f"model.config: {model_type} refuses it: {first_line(error)}") from None
-    if text_config is not config or not hasattr(config, "hidden_size"):
+    is_composite = text_config is not config
+    if is_composite or not hasattr(config, "hidden_size"):
         allowed = "one for text alone"
-        if type(text_config) in AutoModelForCausalLM._model_mapping and text_config is not config:
+        if is_composite and type(text_config) in AutoModelForCausalLM._model_mapping:
             allowed += f", such as {text_config.model_type}: give its text_config as the file"
         raise UserError(f"model.config: {model_type} is made of several models; allowed: {allowed}")
     for name, value in config.to_dict().items():
@@ -244,8 +245,9 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     """The model without its output layer: its `base_model`, or, where that names an attribute that
     the model does not have, as of llama4_text, the part that is a model of transformers.
     """
-    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
-    return model.base_model if model.base_model is not model or not parts else parts[0]
+    if model.base_model is not model:
+        return model.base_model
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -303,7 +305,7 @@ def flops_per_token(model: PreTrainedModel, tokens: int) -> dict[str, float] | N
             products += 2 * share * sum(matrix.numel() for matrix in matrices)
         if getattr(module, "is_causal", False) and "Linear" not in type(module).__name__:
             mixing += attention_flops(module, model.config, tokens)
-    if not mixing and getattr(model.config, "num_attention_heads", 0):
+    if not mixing and any("Attention" in type(module).__name__ for module in model.modules()):
         return None
     return {"useful": 3.0 * (products + mixing), "token_mixing": 3.0 * mixing}
 

@@ -105,13 +105,15 @@ def compare_runs(runs: dict[str, list[dict]], output: Path) -> list[dict]:
 
 def training_seconds(lines: list[dict]) -> tuple[list[int], list[float]]:
     """The logged steps from 0 on, and the seconds of training up to each: with compilation, without
-    evaluation and saving. Of a window in which a run has gone on, `seconds` are those since then,
-    but its tokens are all.
+    evaluation and saving. Where a run has gone on since the line before, a line's seconds and rate
+    are of the steps since then; those before it count at the rate of the line before.
     """
     windows = [line for line in lines if line.get("tokens_per_second")]
     steps, tokens = series(windows, "tokens")
-    _, rates = series(windows, "tokens_per_second")
-    window_seconds = np.diff([0.0, *tokens]) / rates
+    rates = np.array(series(windows, "tokens_per_second")[1])
+    seconds = np.array(series(windows, "seconds")[1])
+    tokens_before = np.diff([0.0, *tokens]) - rates * seconds
+    window_seconds = seconds + tokens_before / np.array([*rates[:1], *rates[:-1]])
     return [0, *steps], np.cumsum([0.0, *window_seconds]).tolist()
 
 

@@ -62,16 +62,18 @@ def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> fl
     token_bytes += number_bytes * blocks * 2 * config.hidden_size
     if run.train.recompute == "activation":  # without that of the MLP
         token_bytes -= number_bytes * blocks * config.intermediate_size
-    # Plain PyTorch also keeps numbers for pairs of tokens: the weights of a convolution, with a
-    # window as many rows as that has tokens; and of keyed mixing, in each text, its scores and how
-    # well tokens match.
+    # Plain PyTorch also keeps numbers for pairs of tokens: the weights of a convolution, by lag in
+    # rows twice as long, of a short window those of one panel (see plain.mix_by_lag); and of keyed
+    # mixing, in each text, its scores and how well tokens match.
     texts = tokens // context
     pair_bytes = 0
     for layer in model.modules():
         if isinstance(layer, TriangularConv) and not on_gpu:
-            squares = 2 * texts if isinstance(layer, KeyedConv) else 1
-            pairs = layer.window * min(2 * layer.window, context)
-            pair_bytes += number_bytes * layer.heads * squares * pairs
+            rows = layer.window if context > 2 * layer.window else context
+            squares = 1 if hasattr(layer, "weight") else 2
+            if isinstance(layer, KeyedConv):
+                squares = 2 * texts
+            pair_bytes += number_bytes * layer.heads * squares * rows**2
     return tokens * token_bytes + pair_bytes
 
 

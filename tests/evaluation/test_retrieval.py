@@ -126,8 +126,8 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 
 def one_at_a_time(checkpoint: Path, folder: Path) -> tuple[dict, dict, int]:
-    """The cosines of all queries and documents but those of one id, the relevance, and how many
-    texts are cut.
+    """The cosines of all queries and documents but those of one id or without tokens, the
+    relevance, and how many texts are cut.
     """
     model, tokenizer = load_checkpoint(checkpoint, torch.device("cpu"), "")
     cut = 0
@@ -144,7 +144,8 @@ def one_at_a_time(checkpoint: Path, folder: Path) -> tuple[dict, dict, int]:
     scores = {}
     for query, text in collection.queries.items():
         own = vector(text)
-        scores[query] = {name: (own @ v).item() for name, v in vectors.items() if name != query}
+        found = {name: v for name, v in vectors.items() if name != query and v.any()}
+        scores[query] = {name: (own @ v).item() for name, v in found.items()}
     return scores, collection.relevance, cut
 
 

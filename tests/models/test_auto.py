@@ -251,6 +251,11 @@ def test_its_operations_are_those_that_torch_counts_without_what_is_masked(model
         assert counts["useful"] == pytest.approx(counted, rel=0.01)
 
 
+def test_a_model_without_attention_has_the_operations_of_its_matrices():
+    counts = flops_per_token(build("lfm2", layer_types=["conv"] * 4), 64)
+    assert counts["useful"] > 0 and counts["token_mixing"] == 0
+
+
 @pytest.mark.parametrize(
     "model_type", ["aria_text", "deepseek_v3", "gemma4_text", "gpt_oss", "inkling_text"]
 )

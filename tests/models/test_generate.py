@@ -453,7 +453,7 @@ def test_the_command_continues_a_prompt_beside_others_as_alone(tokenizer, tmp_pa
 WITHOUT_CACHE = {
     "xlstm": xLSTMConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_heads=4),
     "lfm2": Lfm2Config(layer_types=["conv", "conv"], **SIZES_OF_ATTENTION),
-    "moshi": MoshiConfig(sliding_window=4, ffn_dim=32, head_dim=8, **SIZES_OF_ATTENTION),
+    "moshi": MoshiConfig(sliding_window=16, ffn_dim=32, head_dim=8, **SIZES_OF_ATTENTION),
 }
 
 

@@ -194,20 +194,24 @@ def test_the_command_draws_one_run_or_compares_several(tmp_path, drawn, capsys, 
         curves.main(["."])
 
 
+@pytest.mark.parametrize("start", [0, 20], ids=["at once", "after a slow start"])
 def test_the_time_of_a_run_that_went_on_between_two_lines_is_that_of_all_its_steps(
-    tmp_path, drawn, capsys, monkeypatch
+    tmp_path, drawn, capsys, monkeypatch, start
 ):
     monkeypatch.chdir(tmp_path)
     runs = [write_metrics(Path("whole")), write_metrics(Path("resumed"))]
     lines = read_metrics(runs[1])
     window = next(line for line in lines if line["step"] == 30 and "loss" in line)
-    window["seconds"] /= 10  # nine of ten of its steps were done before the run was stopped
+    # nine of ten of its steps were done before the run was stopped
+    trained = window["tokens_per_second"] * window["seconds"] / 10
+    window["seconds"] = window["seconds"] / 10 + start
+    window["tokens_per_second"] = trained / window["seconds"]
     (runs[1] / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     curves.main([*map(str, runs)])
-    _, whole, resumed = rows(capsys.readouterr().out)
-    assert resumed[1:] == whole[1:]
-    shown = drawn_lines(drawn[-1].axes[0]).values()
-    assert len({tuple(seconds) for seconds, _ in shown}) == 1
+    whole, resumed = drawn_lines(drawn[-1].axes[0]).values()
+    assert resumed[1] == whole[1]
+    assert resumed[0][:2] == whole[0][:2]  # at steps 10 and 20
+    assert resumed[0][2:] == pytest.approx([seconds + start for seconds in whole[0][2:]])
 
 
 def test_losses_of_other_tokens_are_not_to_be_compared(tmp_path, drawn, capsys, monkeypatch):

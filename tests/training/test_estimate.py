@@ -31,6 +31,8 @@ KEYED = ["model.mixer_key_size=16", "model.num_mixer_heads=4"]
         [*LONG, "model.mixing_window=4"],
         [*LONG, "model.mixing_window=64"],
         [*LONG, "model.mixing_window=64", "model.mixing_in_mlp=true"],
+        [*LONG, "model.mixing_window=512"],
+        LONG,
         KEYED,
         [*KEYED, "train.batch_size=16"],
         ["model.architecture=llama"],

@@ -225,7 +225,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         if past is not None:
             past.last = x[:, -1].clone()  # a view would keep the results of a whole prompt
         if states is not None:
-            states = tuple(layout.restore(state) for state in states)
+            states = (*map(layout.restore, states[:-1]), x)
         return BaseModelOutputWithPast(x, past, hidden_states=states)
 
     def _blocks(
@@ -271,7 +271,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         past = 0
         longest = self.config.longest_text
         if cache is not None:
-            if cache.config.longest_text != longest:  # its rings would have too few columns
+            if cache.config.longest_text != longest:  # its rings would have other columns
                 raise ValueError(
                     f"the cache is for texts of at most {cache.config.longest_text} tokens, and "
                     f"this model reads {longest}: give MixingCache(model.config) of this model"
