@@ -69,6 +69,15 @@ def test_each_command_and_each_configuration_named_exists(page):
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=name_of)
+def test_comparisons_of_one_page_have_outputs_of_their_own(page):
+    """With other options, a comparison is refused the output of an earlier one."""
+    text = page.read_text().replace("\\\n", "")
+    commands = set(re.findall(r"^ {4}(mixer compare .*)$", text, re.MULTILINE))
+    outputs = [re.findall(r"--output (\S+)", command) for command in commands]
+    assert all(outputs.count(output) == 1 for output in outputs), outputs
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=name_of)
 def test_each_key_of_a_configuration_exists(page):
     sections = {item.name: item.type for item in fields(RunConfig) if is_dataclass(item.type)}
     names = "|".join(sections)
