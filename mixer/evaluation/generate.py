@@ -127,8 +127,8 @@ def cache_works(model: PreTrainedModel) -> bool:
 
 
 def logits_of_new_tokens(model: PreTrainedModel, use_cache: bool) -> Tensor:
-    """Of a few tokens that `generate` writes, to a text of CHECKED tokens in all, or of the model's
-    context: (1, tokens, vocabulary) fp32.
+    """Of the last few tokens of a text of CHECKED tokens, or as many as the context has, which
+    `generate` writes: (1, tokens, vocabulary) fp32.
     """
     length = min(CHECKED, context_of(model) or CHECKED)
     new_tokens = min(3, length // 2)

@@ -247,7 +247,8 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     """
     if model.base_model is not model:
         return model.base_model
-    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+    models = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    return next(models, model)
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
