@@ -1,35 +1,31 @@
-"""The models that a plan has kept: their losses after equal training time, and beside them how fast
-they generate.
+"""How fast the verdict's models generate, beside their losses after a minute of books.
 
-    python benchmarks/families.py RESULTS.json --output PATH
-    python benchmarks/families.py RESULTS.json --output PATH --device cpu --prompt 20 --new 4 \\
-        --batches 1,2
+    python benchmarks/families.py --output PATH
+    python benchmarks/families.py --output PATH --device cpu --prompt 20 --new 4 --batches 1,2
 
-RESULTS.json has the runs of benchmarks/plans/families.yaml, or of another plan of `kinds` with
-keep_checkpoints. Of each kind the best model is taken, at its best rate. It writes --new tokens
+Models are those of benchmarks/verdict.py, with random weights, as speed does not depend on them. Of
+the transformer it is the one without shifted keys, which has a cache. Each writes --new tokens
 after a prompt of random ones, as benchmarks/generation.py measures it, with a cache that grows and
-with a static one; the faster one counts. Writes PATH.json and PATH.md after each model; the same
-command leaves out what PATH.json has.
+with a static one; the faster one counts. Writes PATH.json and PATH.md.
 """
 
 import argparse
 import time
-from pathlib import Path
 from statistics import fmean
 
 import torch
 from generation import CACHES, ready, time_generate
-from saving import file_of, markdown, measured_by, numbers, origin, parser_of, save
+from saving import markdown, measured_by, numbers, origin, parser_of, save
+from transformers import PreTrainedModel
+from verdict import TABLES, read_results, seeds_of
 
-from mixer.checkpoints.pretrained import load_checkpoint
-from mixer.common.errors import UserError, first_line, run_command, say_on_stderr
-from mixer.common.files import as_path, read_json
-from mixer.comparison.report import distinct, finished, repeated
-from mixer.reporting.text import LOSS, SECONDS, SPEED
+from mixer.common.errors import first_line, run_command
+from mixer.models.architecture import model_config, new_model
+from mixer.reporting.text import LOSS, SPEED
+from mixer.training.config import load_config
 
-ROW_SHAPE = {"kind": str, "budget": float, str: object}
-OF_RUN = ("checkpoint", "lr", "training_seconds", "tokens", "parameters")
-SETTINGS = ("prompt", "new", "repeats", "device")
+MODELS = TABLES["Books, 60 s"]
+END_OF_TEXT = 0
 
 
 def main() -> None:
@@ -38,7 +34,6 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("results", type=Path, help="JSON file of a plan's results")
     parser.add_argument("--prompt", type=int, default=384, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens to write")
     parser.add_argument("--batches", type=numbers, default=[1, 256])
@@ -50,84 +45,53 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> dict:
-    runs = best_of_kinds(as_path(options.results))
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    output = file_of(options.output, ".json")
-    result = measured_by(options, options.device) | {"settings": settings, "generate": []}
-    if output.exists():
-        earlier = read_json(output, "give another --output", required={"generate": [dict]})
-        if earlier.get("settings") != settings:
-            raise UserError(f"{output} has other settings: give those, or another --output")
-        if earlier.get("commit") != result["commit"]:
-            raise UserError(f"{output} was measured at another commit; give another --output")
-        result["generate"] = earlier["generate"]
-    result["runs"] = runs
-    measured = {(row["model"], row["cache"], row["batch"]) for row in result["generate"]}
-    for name, run in runs.items():
-        left = [
-            (cache, batch)
-            for cache in CACHES
-            for batch in options.batches
-            if cache != "uncached" and (name, cache, batch) not in measured
-        ]
-        if not left:
-            continue
-        model, _ = load_checkpoint(as_path(run["checkpoint"]), torch.device("cpu"))
-        model = ready(model, options.device)
-        for cache, batch in left:
-            began = time.perf_counter()
-            row = {"model": name, "cache": cache, "batch": batch, "new": options.new}
-            try:
-                row |= time_generate(model, batch, options.new, CACHES[cache], options)
-            except (RuntimeError, ValueError) as error:  # of the compiler, of a static cache
-                row["failure"] = first_line(error)
-            print(f"{name}, {cache}, {batch}: {time.perf_counter() - began:.1f} s", flush=True)
-            result["generate"].append(row)
-            save(result, table(result), options.output)
-    save(result, table(result), options.output)  # with the losses of runs that are new
+    settings = {name: getattr(options, name) for name in ("prompt", "new", "repeats")}
+    result = measured_by(options, options.device) | {"settings": settings}
+    result |= {"models": {}, "generate": []}
+    results = read_results()
+    for name, (file, run) in MODELS.items():
+        seeds = seeds_of(run, file, results)
+        result["models"][name] = {
+            "loss": fmean(row["validation_loss"] for row in seeds),
+            "seeds": len(seeds),
+            "parameters": seeds[0]["parameters"],
+        }
+        model = ready(build(seeds[0]["settings"]), options.device)
+        for cache in CACHES:
+            if cache == "uncached":
+                continue
+            for batch in options.batches:
+                began = time.perf_counter()
+                row = {"model": name, "cache": cache, "batch": batch, "new": options.new}
+                try:
+                    row |= time_generate(model, batch, options.new, CACHES[cache], options)
+                except (RuntimeError, ValueError) as error:  # of the compiler, of a static cache
+                    row["failure"] = first_line(error)
+                print(f"{name}, {cache}, {batch}: {time.perf_counter() - began:.1f} s", flush=True)
+                result["generate"].append(row)
+                save(result, table(result), options.output)
     return result
 
 
-def best_of_kinds(file: Path) -> dict[str, dict]:
-    """By kind, what the table has of its run of the lowest loss, and the mean loss of its seeds.
-    Says of which kinds no run has a loss: they are left out.
-    """
-    remedy = "name the results of a plan of kinds"
-    results = read_json(file, remedy, required={"runs": {str: ROW_SHAPE}})
-    runs = results["runs"]
-    seeds = repeated(runs)
-    best = {}
-    for kind in distinct(row["kind"] for row in runs.values()):
-        ended = finished(runs, kind)
-        losses_by_run = {
-            name: row["validation_loss"]
-            for name, row in runs.items()
-            if row in ended and "checkpoint" in row
-        }
-        if not losses_by_run:
-            say_on_stderr(f"{kind} is left out: no run of it has a loss and a checkpoint")
-            continue
-        name = min(losses_by_run, key=losses_by_run.__getitem__)
-        run = runs[name]
-        losses = [row["validation_loss"] for row in seeds.get(name, [run])]
-        best[kind] = {"loss": fmean(losses), "seeds": len(losses)}
-        best[kind] |= {key: run[key] for key in OF_RUN}
-    if not best:
-        problem = "has no checkpoint of a run that ended with a loss"
-        raise UserError(f"{file} {problem}: give the plan keep_checkpoints: true")
-    return dict(sorted(best.items(), key=lambda item: -item[1]["loss"]))
+def build(settings: dict) -> PreTrainedModel:
+    """The model that a run trained, with random weights. settings: by section.key."""
+    settings = {key: value for key, value in settings.items() if key.startswith("model.")}
+    if settings.get("model.architecture") == "shifted_qwen3":
+        settings["model.architecture"] = "qwen3"
+    run = load_config(None, ["name=built", "train.steps=1"], settings)
+    return new_model(model_config(run.model, run.data.vocab_size, END_OF_TEXT))
 
 
 def table(result: dict) -> str:
+    """Everything as Markdown."""
     batches = list(dict.fromkeys(row["batch"] for row in result["generate"]))
-    head = ["model", "loss", "seeds", "lr", "training, s", "tokens, M", "parameters, M"]
+    head = ["model", "loss", "seeds", "parameters, M"]
     for batch in batches:
         head += [f"tokens/s, batch {batch}", "cache"]
     rows = []
-    for name, run in result["runs"].items():
-        cells = [name, f"{run['loss']:{LOSS}}", str(run["seeds"]), f"{run['lr']:g}"]
-        cells += [f"{run['training_seconds']:{SECONDS}}", f"{run['tokens'] / 1e6:.0f}"]
-        cells.append(f"{run['parameters'] / 1e6:.1f}")
+    for name, model in result["models"].items():
+        cells = [name, f"{model['loss']:{LOSS}}", str(model["seeds"])]
+        cells.append(f"{model['parameters'] / 1e6:.1f}")
         for batch in batches:
             speeds = {
                 row["cache"]: row["tokens_per_second"]
@@ -140,9 +104,9 @@ def table(result: dict) -> str:
         rows.append(cells)
     settings = result["settings"]
     note = (
-        "Losses are those of validation, nats per token, the mean of the seeds. A token after the "
-        f"first, greedy, bfloat16, after prompts of {settings['prompt']} tokens; the median of "
-        f"{settings['repeats']} calls with the faster cache. `-`: failed, or not measured yet."
+        "Losses are those after a minute of books, nats per token, means of the seeds. A token "
+        f"after the first, greedy, bfloat16, after prompts of {settings['prompt']} tokens; the "
+        f"median of {settings['repeats']} calls with the faster cache. `-`: failed."
     )
     title = "# Losses after equal time, and speed of generation"
     return "\n\n".join([title, markdown(head, rows), note, f"Measured on {origin(result)}."]) + "\n"

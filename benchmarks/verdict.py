@@ -25,8 +25,10 @@ IN_MLP = "attention in 3 of 8 blocks, mixing in the MLP"
 WIDE = "attention in 2 of 5 wide blocks, mixing in the MLP"
 FIVE_MINUTES = "five_minutes_512_h200"
 DEEP = "attention in 5 of 16 blocks, mixing in the MLP"
+ENTRANTS = "families_512_h200"
 SHORTER = f"{DEEP}, 200 s"
-# By title: what README calls a model, its file of results and its first run.
+# By title: what README calls a model, its file of results, and its first run, or its kind in a plan
+# of kinds.
 TABLES = {
     "Books, 60 s": {
         "Qwen3-style transformer": ("minute_512_h200", TRANSFORMER),
@@ -44,6 +46,8 @@ TABLES = {
             "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
         ),
         "mixing in the MLP + suffix match": ("minute_512_h200", "plain, mixing in the MLP"),
+        "LFM2-style": (ENTRANTS, "LFM2-style"),
+        "recurrent mixer": (ENTRANTS, "recurrent mixer"),
     },
     "Books, 300 s": {
         "Qwen3-style transformer": (FIVE_MINUTES, TRANSFORMER),
@@ -86,30 +90,49 @@ HEAD += ["to the transformer", "seeds"]
 
 def main() -> None:
     options = parser_of(__doc__).parse_args()
-    files = dict.fromkeys(file for models in TABLES.values() for file, _ in models.values())
-    results = {
-        file: read_json(RESULTS / f"{file}.json", "keep it", required={"runs": {str: dict}})
-        for file in files
-    }
+    results = read_results()
     sections = [f"## {title}\n\n{table(models, results)}" for title, models in TABLES.items()]
     sections.append(f"## Time to the transformer's loss\n\n{race(results[FIVE_MINUTES]['runs'])}")
-    listed = ", ".join(f"[{file}.json]({file}.json)" for file in files)
+    listed = ", ".join(f"[{file}.json]({file}.json)" for file in results)
     source = f"From {listed}, which have hardware and commits."
     text = "\n\n".join(["# Models at equal training time: the verdict", *sections, source]) + "\n"
     write_text(file_of(options.output, ".md"), text)
     print(text)
 
 
+def read_results() -> dict[str, dict]:
+    """The results that the tables are made of, by the names of their files."""
+    files = dict.fromkeys(file for models in TABLES.values() for file, _ in models.values())
+    required = {"runs": {str: dict}}
+    return {file: read_json(RESULTS / f"{file}.json", "keep it", required) for file in files}
+
+
+def seeds_of(run: str, file: str, results: dict[str, dict]) -> list[dict]:
+    """The rows of a run, or of the best run of a kind, one for each seed."""
+    runs = results[file]["runs"]
+    of_kind = [
+        name
+        for name, row in runs.items()
+        if row.get("kind") == run and row["budget"] and "validation_loss" in row
+    ]
+    if of_kind:
+        longest = max(runs[name]["budget"] for name in of_kind)
+        ended = [n for n in of_kind if runs[n]["budget"] == longest and "seed" not in runs[n]]
+        run = min(ended, key=lambda name: runs[name]["validation_loss"])
+    seeds = [
+        row
+        for name, row in runs.items()
+        if re.fullmatch(rf"{re.escape(run)}(, seed \d+)?", name) and "validation_loss" in row
+    ]
+    if not seeds:
+        raise UserError(f"no run {run!r} of {file}.json has a loss: train it again")
+    return seeds
+
+
 def table(models: dict[str, tuple[str, str]], results: dict[str, dict]) -> str:
     rows, transformer_loss = [], None
     for model, (file, run) in models.items():
-        seeds = [
-            row
-            for name, row in results[file]["runs"].items()
-            if re.fullmatch(rf"{re.escape(run)}(, seed \d+)?", name) and "validation_loss" in row
-        ]
-        if not seeds:
-            raise UserError(f"no run {run!r} of {file}.json has a loss: train it again")
+        seeds = seeds_of(run, file, results)
         loss = mean(row["validation_loss"] for row in seeds)
         transformer_loss = transformer_loss or loss
         rows.append(
