@@ -280,8 +280,8 @@ def final_norm(model: PreTrainedModel) -> nn.Module | None:
 def flops_per_token(model: PreTrainedModel, tokens: int) -> dict[str, float] | None:
     """FLOPs of one training step per token of a text of so many tokens, with the entries of
     MaskedMixerForCausalLM.flops_per_token, whose numbers a masked mixer has. None where they are
-    not known: of experts of which it is not (see share_of_experts), and of attention that does not
-    say so, as in transformers' oldest models.
+    not known: of experts of which it is not (see share_of_experts), of attention that does not say
+    so, as in transformers' oldest models, and of layers that differ in their heads.
 
     A transformer's are those of its matrices and convolutions, of experts as many as a token goes
     to; and `token_mixing`, its attention without projections. The states of recurrences, such as
@@ -305,7 +305,10 @@ def flops_per_token(model: PreTrainedModel, tokens: int) -> dict[str, float] | N
         if not isinstance(module, nn.Embedding):
             products += 2 * share * sum(matrix.numel() for matrix in matrices)
         if getattr(module, "is_causal", False) and "Linear" not in type(module).__name__:
-            mixing += attention_flops(module, model.config, tokens)
+            attention = attention_flops(module, model.config, tokens)
+            if attention is None:
+                return None
+            mixing += attention
     if not mixing and any("Attention" in type(module).__name__ for module in model.modules()):
         return None
     return {"useful": 3.0 * (products + mixing), "token_mixing": 3.0 * mixing}
@@ -325,7 +328,7 @@ def share_of_experts(matrices: list[nn.Parameter], config: PreTrainedConfig) -> 
     number for each layer, and some experts may have no weights, so that parameters differ in how
     many they are of.
     """
-    values = [getattr(config, name, None) for name in EXPERTS_PER_TOKEN]
+    values = [of_all_layers(config, name) for name in EXPERTS_PER_TOKEN]
     chosen = [value for value in values if isinstance(value, int)]
     experts = {len(matrix) for matrix in matrices if matrix.ndim == 3}
     if not chosen or len(experts) != 1 or any(matrix.ndim != 3 for matrix in matrices):
@@ -333,11 +336,21 @@ def share_of_experts(matrices: list[nn.Parameter], config: PreTrainedConfig) -> 
     return min(chosen[0] / experts.pop(), 1.0)
 
 
-def attention_flops(attention: nn.Module, config: PreTrainedConfig, tokens: int) -> float:
+def of_all_layers(config: PreTrainedConfig, name: str) -> Any:
+    """An entry of a configuration. None if it has none, or others for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # so transformers answers where layers differ
+        return None
+
+
+def attention_flops(attention: nn.Module, config: PreTrainedConfig, tokens: int) -> float | None:
     """Of the scores, and of the sum of the values, for a token that sees itself and all earlier
-    ones, or those in a window.
+    ones, or those in a window. None if layers differ in their heads.
     """
-    heads = config.num_attention_heads
+    heads = of_all_layers(config, "num_attention_heads")
+    if heads is None:
+        return None
     head_dim = getattr(attention, "head_dim", config.hidden_size // heads)
     # Of keys and of values: latent attention (MLA) has two widths.
     widths = getattr(attention, "qk_head_dim", head_dim) + getattr(

@@ -77,6 +77,13 @@ FILES = {
     | {"head_dim": 8}
     | {"expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2},
     "hunyuan_v1_moe": SIZE | {"head_dim": 8, "num_experts": 4, "moe_topk": [1, 2, 2, 2]},
+    # Its layers with a window have other heads.
+    "dots3_note_text": SIZE
+    | LATENT
+    | {"head_dim": 16, "shared_experts_intermediate_size": 16, "sliding_window": 4}
+    | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 4, "swa_num_attention_heads": 2}
+    | {"swa_num_key_value_heads": 2, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8}
+    | {"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "bert": SIZE,
     "gemma3": {},
@@ -272,12 +279,14 @@ def test_of_experts_those_count_that_a_token_goes_to(model_type):
     assert counted == pytest.approx(3 * counter.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.parametrize("model_type", ["longcat_flash", "hunyuan_v1_moe", "bloom"])
+@pytest.mark.parametrize(
+    "model_type", ["longcat_flash", "hunyuan_v1_moe", "dots3_note_text", "bloom"]
+)
 def test_operations_that_are_not_known_are_not_reported(
     model_type, write_file, auto_config, tmp_path
 ):
     """Of experts some of which compute nothing, or of another number in each layer; of attention
-    that is not found.
+    with other heads in some layers, or that is not found.
     """
     train(load_config(str(auto_config), [*write_file(model_type), "train.steps=1"]))
     (line,) = [line for line in read_lines(tmp_path / "runs/small") if "loss" in line]
