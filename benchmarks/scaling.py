@@ -123,7 +123,9 @@ def main() -> None:
 
 
 def read_runs(file: Path) -> dict:
-    """The results. Raises UserError for those of other plans, and for numbers that no run has."""
+    """The results. Raises UserError for those of other plans, for numbers that no run has, and for
+    models whose FLOPs are not known.
+    """
     otherwise = "name results of scaling.yaml"
     identity = {"kind": str, "size": str, "budget": float, "lr": float}
     plan_shape = {"kinds": {str: dict}, "sweep_share": float, str: object}
@@ -132,7 +134,14 @@ def read_runs(file: Path) -> dict:
     for name, row in result["runs"].items():
         if missing := sorted(identity.keys() - row.keys()):
             raise UserError(f"{file} is damaged (runs.{name} has no {missing[0]}): {otherwise}")
-        for key in () if "failure" in row else POSITIVE:
+        if "failure" in row:
+            continue
+        if "useful_tflops" not in row:
+            raise UserError(
+                f"{file}: runs.{name} has no useful_tflops, as the FLOPs of its model cannot be "
+                f"counted: give results of a plan without the kind {row['kind']!r}"
+            )
+        for key in POSITIVE:
             value = row.get(key)
             if not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 problem = f"runs.{name}.{key} = {value!r}; allowed: a number above 0"

@@ -131,6 +131,16 @@ def test_damaged_results_are_refused_in_a_line(tmp_path, change, said):
         scaling.read_runs(file)
 
 
+def test_a_model_whose_operations_cannot_be_counted_is_named_and_not_called_damaged(tmp_path):
+    result = made_up(1.3)
+    row = next(row for row in result["runs"].values() if row["kind"] == "mixer")
+    del row["useful_tflops"]
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(result))
+    with pytest.raises(UserError, match="runs.mixer .* cannot be counted: .* the kind 'mixer'$"):
+        scaling.read_runs(file)
+
+
 @pytest.mark.slow
 def test_the_plan_at_toy_size_is_cut_and_goes_on_and_has_a_report(small_run, tmp_path, monkeypatch):
     plan = read_yaml(ROOT / "benchmarks/plans/scaling.yaml")
