@@ -124,7 +124,9 @@ def is_dropout(name: str, value: Any) -> bool:
 
 
 def _check_type(model_type: str, values: dict[str, Any]) -> None:
-    """Raises UserError unless AutoModelForCausalLM has models of this type."""
+    """Raises UserError unless AutoModelForCausalLM has models of this type, which compute texts of
+    any length.
+    """
     problem = ""
     if not is_registered(model_type):
         problem = "is unknown to the installed transformers"
@@ -132,8 +134,10 @@ def _check_type(model_type: str, values: dict[str, Any]) -> None:
             problem += ", and code that comes with a model (auto_map) is not run"
     elif CONFIG_MAPPING[model_type] not in AutoModelForCausalLM._model_mapping:
         problem = "is no causal language model"
+    elif model_type == "reformer":  # and with hashed attention it sees later tokens
+        problem = "computes texts of some lengths alone"
     if problem:
-        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        names = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != model_type]
         near = difflib.get_close_matches(model_type, names, 3) or ["llama", "lfm2", "mamba2"]
         raise UserError(
             f"model.config: model_type {model_type!r} {problem}; allowed: those of "

@@ -265,7 +265,9 @@ class Retrieval(Objective):
         return line, ", ".join(listed)
 
     def write_beside(self, directory: Path, config: PreTrainedConfig) -> None:
-        write_modules(directory, config.hidden_size)
+        # OPT may project the states of its last block to the width of its embeddings.
+        size = getattr(config, "word_embed_proj_dim", config.hidden_size)
+        write_modules(directory, size)
 
     def eval_arguments(self) -> list[str]:
         return ["--pairs", self.data.directory]
@@ -288,9 +290,9 @@ def check_pairs(data: Data, directory: str) -> None:
                 )
 
 
-def write_modules(directory: Path, hidden_size: int) -> None:
+def write_modules(directory: Path, size: int) -> None:
     """Writes what sentence-transformers reads beside a model to make the vectors of `text_vectors`,
-    the state of a text's last token, divided by its norm.
+    of so many numbers: the state of a text's last token, divided by its norm.
     """
     classes = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [
@@ -306,7 +308,7 @@ def write_modules(directory: Path, hidden_size: int) -> None:
     pooling = {
         "pooling_mode_lasttoken": True,
         "pooling_mode_mean_tokens": False,
-        "word_embedding_dimension": hidden_size,
+        "word_embedding_dimension": size,
     }
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling/config.json").write_text(json.dumps(pooling, indent=1))

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from mixer.common.errors import UserError
 from mixer.models.architecture import check_causal, flops_per_token, model_config, new_model
 from mixer.models.config import ModelConfig, with_content
+from mixer.objectives.retrieval import vector_size
 from mixer.training.config import load_config
 from mixer.training.loop import train
 from mixer.training.optim import OptimConfig, build_optimizer, kinds_of
@@ -179,8 +180,12 @@ def test_it_learns_pairs_and_finds_documents(model_type, write_file, auto_config
     (tmp_path / "texts/corpus.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "texts/queries.jsonl").write_text(json.dumps(rows[1] | {"_id": "q"}))
     (tmp_path / "texts/qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td1\t1\n")
-    found = evaluate(tmp_path / "runs/small/step-4", retrieval=str(tmp_path / "texts"))
+    checkpoint = tmp_path / "runs/small/step-4"
+    found = evaluate(checkpoint, retrieval=str(tmp_path / "texts"))
     assert (found["documents"], found["mrr_at_10"]) == (3, 1)  # the copy of the query
+    pooling = json.loads((checkpoint / "1_Pooling/config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert pooling["word_embedding_dimension"] == vector_size(model)
 
 
 @pytest.mark.parametrize(
@@ -335,6 +340,7 @@ def test_types_of_flash_linear_attention_are_known_where_it_is_installed(monkeyp
         ("lfm99", {}, "'lfm99' is unknown to the installed transformers; allowed: .* such as lfm"),
         ("mine", {"auto_map": {}}, "and code that comes with a model \\(auto_map\\) is not run"),
         ("t5", {}, "'t5' is no causal language model; allowed: those of AutoModelForCausalLM"),
+        ("reformer", {}, "'reformer' computes texts of some lengths alone; .* such as roformer"),
         ("gemma3", {}, "gemma3 is made of several models; allowed: .* such as gemma3_text: give"),
         ("fuyu", {}, "fuyu is made of several models; allowed: .* such as persimmon: give"),
         ("blt", {}, "blt is made of several models; allowed: one for text alone$"),
