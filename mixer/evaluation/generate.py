@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from transformers.generation.streamers import BaseStreamer
 
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
-from mixer.common.errors import UserError, say_on_stderr
+from mixer.common.errors import UserError, first_line, say_on_stderr
 from mixer.common.hardware import is_out_of_memory, memory_for
 from mixer.common.terminal import counted
 from mixer.data.tokenizer import text_encoder
@@ -114,9 +114,16 @@ class Writer:
 def cache_works(model: PreTrainedModel) -> bool:
     """Whether `generate` computes with a cache what it computes without. Some caches of
     transformers have other shapes than the model's states, or are asked for what they do not have,
-    and some are wrong. A text of CHECKED tokens does not show what is wrong in a longer one.
+    and some are wrong. A text of CHECKED tokens does not show what is wrong in a longer one. Raises
+    UserError for a model that cannot do without, either.
     """
-    without = logits_of_new_tokens(model, use_cache=False)
+    try:
+        without = logits_of_new_tokens(model, use_cache=False)
+    except Exception as error:  # each model raises its own kinds
+        if is_out_of_memory(error):
+            raise
+        problem = f"this {model.config.model_type} cannot write a text ({first_line(error)})"
+        raise UserError(f"{problem}: give another checkpoint") from error
     try:
         with_cache = logits_of_new_tokens(model, use_cache=True)
     except Exception as error:  # each model raises its own kinds

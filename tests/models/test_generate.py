@@ -23,6 +23,8 @@ from transformers import (
     Lfm2Config,
     MoshiConfig,
     PreTrainedTokenizerFast,
+    ReformerConfig,
+    ReformerModelWithLMHead,
     RwkvConfig,
     RwkvForCausalLM,
     TextIteratorStreamer,
@@ -475,6 +477,26 @@ def test_the_command_does_without_a_cache_that_fails_or_is_wrong(
     assert continuations(tmp_path, [prompt], 8, 0.0, 0) == [expected]
     said = f"without a cache, as the one that transformers has for this {config.model_type} fails"
     assert said in capsys.readouterr().err
+
+
+def test_the_command_refuses_a_model_that_fails_without_a_cache_too(tokenizer, tmp_path):
+    """Here a Reformer, which has to lengthen texts and has no token for that."""
+    config = ReformerConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_attention_heads=2,
+        attention_head_size=16,
+        attn_layers=["local"],
+        local_attn_chunk_length=8,
+        axial_pos_embds=False,
+        max_position_embeddings=32,
+        pad_token_id=None,
+        is_decoder=True,
+    )
+    ReformerModelWithLMHead(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="this reformer cannot write a text .*: give another"):
+        continuations(tmp_path, ["def"], 2, 0.0, 0)
 
 
 def test_the_command_refuses_a_prompt_that_the_tokenizer_of_a_task_cannot_encode(tmp_path):
