@@ -22,6 +22,7 @@ ATTENTION = "attention in some blocks, rich keys 512"
 KEYED = "keyed in some blocks, shifted keys 512"
 TRANSFORMER = "Qwen3-style transformer"
 IN_MLP = "attention in 3 of 8 blocks, mixing in the MLP"
+UNMIXED = "attention in 3 of 8 blocks, no mixing between"
 WIDE = "attention in 2 of 5 wide blocks, mixing in the MLP"
 FIVE_MINUTES = "five_minutes_512_h200"
 DEEP = "attention in 5 of 16 blocks, mixing in the MLP"
@@ -33,6 +34,8 @@ TABLES = {
     "Books, 60 s": {
         "Qwen3-style transformer": ("minute_512_h200", TRANSFORMER),
         "mixing in the MLP + attention": ("minute_512_h200", IN_MLP),
+        "the same, window 8, another host": ("minute_512_h200", f"{IN_MLP}, window 8"),
+        "the same without mixing, another host": ("minute_512_h200", UNMIXED),
         "plain mixing + attention": (
             "today_512_h200",
             f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
@@ -176,8 +179,12 @@ def race(runs: dict[str, dict]) -> str:
 
 def blocks(settings: dict) -> str:
     """How many blocks have attention or keyed mixing, of how many."""
+    architecture = settings.get("model.architecture", "mixer")
+    if architecture == "auto":
+        layers = settings["model.config"]["layer_types"]
+        return f"{layers.count('full_attention')} of {len(layers)}"
     total = settings["model.num_hidden_layers"]
-    if settings.get("model.architecture", "mixer") != "mixer":
+    if architecture != "mixer":
         return f"{total} of {total}"
     if not settings.get("model.mixer_key_size"):
         return f"none of {total}"

@@ -287,13 +287,14 @@ def mix_keyed(
         key, value: (batch, heads, length, ...).
         rows: (batch or 1, heads, new, length), zero for later tokens; bias (..., heads, new).
         positions: (batch or 1, new) int64, of the queries.
-        lag: (batch or 1, new, length) int64, how far before a query each key stands.
+        lag: (batch or 1, new, length) int64, how far before a query each key stands, negative for
+            keys that it does not read.
 
     Returns:
         (batch, new, channels), with matches in fp32 or wider.
     """
     products = query @ key.transpose(-1, -2)  # (batch, heads, new, length)
-    seen = is_seen(lag, positions, context)
+    seen = is_seen(lag, context)
     match_dtype = torch.promote_types(products.dtype, torch.float32)
     scores = products.to(match_dtype) * query.shape[-1] ** -0.5
     count = (positions[:, None, :, None] + 1).clamp(max=context)
@@ -308,7 +309,7 @@ def keyed_rows(
 ) -> Tensor:
     """`mix_keyed` of a few new tokens, given the keys and values of earlier tokens side by side:
     memory (batch, heads, length, size of a key + channels of a head). rows, bias and positions are
-    those of `mix_rows`; lag (batch or 1, new, length) is how far back each column stands.
+    those of `mix_rows`, lag that of `mix_keyed`.
     """
     key_size = query.shape[-1]
     key, value = memory.split([key_size, memory.shape[-1] - key_size], -1)
@@ -323,12 +324,11 @@ def lags_from(positions: Tensor, length: int) -> Tensor:
     return positions[..., None] - torch.arange(length, device=positions.device)
 
 
-def is_seen(lag: Tensor, positions: Tensor, context: int) -> Tensor:
-    """Which tokens, `lag` (batch or 1, new, length) before tokens at positions (batch or 1, new),
-    are among the last `context` up to these: (batch or 1, 1, new, length) bool.
+def is_seen(lag: Tensor, context: int) -> Tensor:
+    """Which tokens, `lag` (batch or 1, new, length) before others, are among the last `context` up
+    to these: (batch or 1, 1, new, length) bool.
     """
-    farthest = positions.clamp(0, context - 1)[..., None]
-    return ((lag >= 0) & (lag <= farthest))[:, None]
+    return ((lag >= 0) & (lag < context))[:, None]
 
 
 def write_rows(
@@ -337,11 +337,10 @@ def write_rows(
     """Writes rows (batch, heads, new, channels of a head) into columns (batch or 1, new) of the
     memory, but for those that are no token.
     """
-    texts = torch.arange(len(rows), device=rows.device)[:, None]
-    rows = rows.transpose(1, 2)
+    index = columns[:, None, :, None].expand(rows.shape)
     if is_token is not None:
-        rows = torch.where(is_token[..., None, None], rows, memory[texts, :, columns])
-    memory[texts, :, columns] = rows
+        rows = rows.where(is_token[:, None, :, None], memory.gather(2, index))
+    memory.scatter_(2, index, rows)
 
 
 def last_rows(rows: Tensor, positions: Tensor, columns: int) -> Tensor:
@@ -411,7 +410,7 @@ def toeplitz(lags: Tensor, tokens: int) -> Tensor:
 def lags_at(lags: Tensor, lag: Tensor) -> Tensor:
     """lags[..., lag], zero where there is no such lag: (..., context) -> (..., *shape of lag)."""
     index = lag.clamp(0, lags.shape[-1] - 1)
-    return torch.where(lag == index, lags[..., index], 0)
+    return lags[..., index].masked_fill(lag != index, 0)
 
 
 def falling(decay: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -439,10 +438,9 @@ def weight_by_lag(lags: Tensor, decay: Tensor | None, tokens: int) -> Tensor:
 
 def rows_by_lag(lags: Tensor, decay: Tensor | None, positions: Tensor, lag: Tensor) -> Tensor:
     """Rows of a weight by lag: lags (heads, taps, window), decay (heads,), positions (batch or 1,
-    new), and how far back each token stands, lag (batch or 1, new, length) -> (batch or 1, heads,
-    taps, new, length), zero for tokens that a row does not reach or that are not there.
+    new), and how far back each token stands, lag (batch or 1, new, length), negative for those that
+    are not read -> (batch or 1, heads, taps, new, length), zero for these and beyond the window.
     """
-    lag = lag.where(lag <= positions[..., None], -1)
     rows = lags_at(lags, lag)  # (heads, taps, batch or 1, new, length)
     if decay is not None:
         by_lag, sums = falling(decay, lags.shape[-1])

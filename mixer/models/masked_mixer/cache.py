@@ -6,7 +6,7 @@ mixing weight, not the triangle; and a decoding step as a CUDA graph.
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from mixer.ops.plain import last_rows, write_rows
+from mixer.ops.plain import is_seen, last_rows, write_rows
 
 from .configuration import RECURRENT
 
@@ -63,6 +63,8 @@ class MixingCache(Cache):
         self.last: Tensor | None = None
         self.has_padding = False
         self.captured: CapturedStep | None = None
+        # What follows from the new tokens' positions alone, and so is the same for many modules.
+        self.of_step: dict[tuple, Tensor] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -97,10 +99,8 @@ class MixingCache(Cache):
         if self.is_empty:
             memory[:, :, :tokens].copy_(last_rows(new, self.positions, columns))
         else:
-            # Each has a column of its own, padding too, which is not written.
-            following = self.positions[:, :1] + torch.arange(tokens, device=new.device)
             is_token = self.positions >= 0 if self.has_padding else None
-            write_rows(memory, new, following % columns, is_token)
+            write_rows(memory, new, self._columns_of_new(columns), is_token)
         return self.extended(module_id, tokens)
 
     def extended(self, module_id: ModuleId, new: int) -> Tensor:
@@ -110,14 +110,56 @@ class MixingCache(Cache):
         memory = self.memories[module_id]
         return memory if self.static else memory[:, :, : self.length + new]
 
+    def begin_step(self) -> None:
+        """Before the blocks read new tokens."""
+        self.of_step = {}
+
+    def _once(self, name: str, numbers: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` returns, once a step for all modules on a device with the same numbers."""
+        key = (name, numbers, self.positions.device)
+        if key not in self.of_step:
+            self.of_step[key] = compute()
+        return self.of_step[key]
+
+    def _columns_of_new(self, columns: int) -> Tensor:
+        """The new tokens' columns of a ring, (batch or 1, new): each has its own, padding too."""
+
+        def compute() -> Tensor:
+            number = torch.arange(self.positions.shape[1], device=self.positions.device)
+            return (self.positions[:, :1] + number) % columns
+
+        return self._once("columns", (columns,), compute)
+
     def lags(self, module_id: ModuleId, inputs: Tensor) -> Tensor:
         """How far before each new token the token of a column stands, of inputs that `extended` has
-        returned: (batch or 1, new, columns) int64. More than the new token's position if the column
-        has no token of this text.
+        returned: (batch or 1, new, columns) int64; -1 if the column has no token of this text.
         """
         columns = self.memories[module_id].shape[2]
-        column = torch.arange(inputs.shape[2], device=inputs.device)
-        return (self.positions.clamp(min=0)[..., None] - column) % columns
+        extent = inputs.shape[2]
+
+        def compute() -> Tensor:
+            position = self.positions.clamp(min=0)[..., None]
+            lag = (position - torch.arange(extent, device=position.device)) % columns
+            return lag.where(lag <= position, -1)
+
+        return self._once("lags", (columns, extent), compute)
+
+    def seen(self, module_id: ModuleId, inputs: Tensor, context: int) -> Tensor:
+        """Which columns of inputs that `extended` has returned have one of the last `context`
+        tokens up to each new one: (batch or 1, 1, new, columns) bool.
+        """
+        numbers = (self.memories[module_id].shape[2], inputs.shape[2], context)
+        return self._once("seen", numbers, lambda: is_seen(self.lags(module_id, inputs), context))
+
+    def previous(self, module_id: ModuleId) -> Tensor:
+        """What the token before each new one has in a memory of one head: (batch, new, channels);
+        zeros for the first token.
+        """
+        memory = self.memories[module_id][:, 0]  # (batch, columns, channels)
+        columns = memory.shape[1]
+        column = self._once("previous", (columns,), lambda: (self.positions - 1) % columns)
+        values = memory.gather(1, column[..., None].expand(len(memory), -1, memory.shape[2]))
+        return values.masked_fill(self.positions[..., None] <= 0, 0)
 
     def in_order(self, module_id: ModuleId, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs that `append` has returned, from the earliest token that has a column on, and that

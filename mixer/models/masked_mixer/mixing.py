@@ -143,15 +143,8 @@ class Keyed(nn.Module):
         """Of key (batch, tokens, channels), each token's previous key; zero for the first token."""
         if past is None:
             return shifted(key)
-        # (batch, columns, channels)
-        keys = past.append(self.module_id, by_head(key, 1), 2)[:, 0]
-        if past.is_empty:
-            return shifted(key)
-        is_previous = past.lags(self.module_id, keys[:, None]) == 1  # (batch or 1, new, columns)
-        is_previous &= past.positions[..., None] > 0
-        column = is_previous.to(torch.uint8).argmax(2, keepdim=True)  # (batch or 1, new, 1)
-        previous = keys.gather(1, column.expand(len(key), -1, key.shape[2]))
-        return previous.masked_fill(~is_previous.any(2, keepdim=True), 0)
+        past.append(self.module_id, by_head(key, 1), 2)
+        return shifted(key) if past.is_empty else past.previous(self.module_id)
 
 
 def shifted(x: Tensor) -> Tensor:
@@ -212,11 +205,10 @@ class Attention(nn.Module):
             keys_values = past.append(self.module_id, new, self.context)
             if not past.is_empty:
                 key, value = keys_values.tensor_split([self.key_size], -1)
-                lag = past.lags(self.module_id, keys_values)
-                mask = is_seen(lag, past.positions, self.context)
+                mask = past.seen(self.module_id, keys_values, self.context)
         if mask is None and tokens > self.context:
             positions = torch.arange(tokens, device=query.device)[None]
-            mask = is_seen(lags_from(positions, tokens), positions, self.context)
+            mask = is_seen(lags_from(positions, tokens), self.context)
         y = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None
         )

@@ -234,6 +234,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         """Embedding, blocks and final norm: (batch, new) int64 -> (batch, new, channels). `states`
         is filled with the embedding and each block's output, the last one after the norm.
         """
+        if past is not None:
+            past.begin_step()
         x = self.embed_tokens(input_ids)
         if self.suffix_match is not None:
             x = x + self.suffix_match(input_ids, past)
