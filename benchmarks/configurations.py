@@ -24,7 +24,7 @@ from mixer.training.estimate import needed_gb
 RESULTS = Path(__file__).parent / "results"
 # The file of results and the run of each file in configs/.
 RUNS = {
-    "attention": ("minute_512_h200", "attention in 3 of 8 blocks, mixing in the MLP"),
+    "attention": ("minute_512_h200", "attention in 3 of 8 blocks, mixing in the MLP, window 8"),
     "plain": ("minute_512_h200", "plain, mixing in the MLP"),
     "keyed": ("today_512_h200", "keyed in some blocks, shifted keys 512, 300 s, lr 0.002"),
     "recipe": ("recipe_512_h200", "recipe, 480 steps"),
