@@ -4,12 +4,15 @@
 
 Each document gives pairs of its title and its text, and of each of its sentences and all of it.
 With --split, also of each query of this split and a document that is relevant for it. The pairs of
-a document follow each other, so that data.validation_documents holds out documents. Train with
+each DOCUMENTS documents take turns: texts of a few pairs in a row would repeat a document, and a
+language model would learn to copy. How many pairs the first ones have is printed: as
+data.validation_documents it holds out documents. Train with
 
     data.source=jsonl data.path=PAIRS.jsonl data.text_field=query data.pair_field=document
 """
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -19,7 +22,9 @@ from mixer.common.errors import run_command
 from mixer.common.files import as_path, whole_file
 from mixer.evaluation.beir import Entry, read_collection, read_entries
 
+Pair = tuple[str, str]  # query and document
 END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+DOCUMENTS = 200
 LEAST_WORDS = 5  # of a sentence: shorter ones, such as "Methods.", are in many documents
 
 
@@ -32,12 +37,15 @@ def main() -> None:
     options = parser.parse_args()
     folder = as_path(options.folder)
     queries = queries_of_documents(folder, options.split) if options.split else {}
-    pairs = (
-        {"query": query, "document": document}
-        for entry in read_entries(folder / "corpus.jsonl")
-        for query, document in pairs_of(entry, queries.get(entry.id, []))
+    entries = read_entries(folder / "corpus.jsonl")
+    groups = [*in_turns(list(pairs_of(entry, queries.get(entry.id, []))) for entry in entries)]
+    rows = (
+        {"query": query, "document": document} for group in groups for query, document in group
     )
-    print(f"{write_rows(as_path(options.output), pairs):,} pairs are in {options.output}")
+    count = write_rows(as_path(options.output), rows)
+    first = len(groups[0]) if groups else 0
+    of_first = f"those of the first {DOCUMENTS} documents in its first {first:,} lines"
+    print(f"{count:,} pairs are in {options.output}, {of_first}")
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> int:
@@ -61,8 +69,16 @@ def queries_of_documents(folder: Path, split: str) -> dict[str, list[str]]:
     return queries
 
 
-def pairs_of(entry: Entry, queries: list[str]) -> Iterator[tuple[str, str]]:
-    """The pairs of a document, (query, document) each.
+def in_turns(pairs_of_documents: Iterable[list[Pair]]) -> Iterator[list[Pair]]:
+    """The pairs of each DOCUMENTS documents: the first one of each, then the second ones."""
+    documents = iter(pairs_of_documents)
+    while group := list(itertools.islice(documents, DOCUMENTS)):
+        rounds = itertools.zip_longest(*group)
+        yield [pair for pairs in rounds for pair in pairs if pair is not None]
+
+
+def pairs_of(entry: Entry, queries: list[str]) -> Iterator[Pair]:
+    """The pairs of a document.
 
     A sentence is not cut out of its document: so all its pairs but the first have the same second
     text, and training knows that these are no negatives of each other.
