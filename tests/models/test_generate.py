@@ -113,6 +113,23 @@ def test_more_tokens_of_padded_texts_follow_those_in_the_cache(variant, batch):
 
 
 @every_variant
+@torch.no_grad()
+def test_the_last_chunk_of_many_tokens_may_be_one_of_padding(variant, monkeypatch):
+    monkeypatch.setattr("mixer.models.masked_mixer.cache.SPARE", 2)
+    model = lively_model(**variant)
+    ids = tokens(batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, 8] = 0
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    for start, end in ((6, 9), (9, 12)):
+        chunk = ids[:, start:end]
+        logits = model(chunk, attention_mask=mask[:, :end], past_key_values=cache).logits
+    for row in range(2):
+        alone = model(ids[row : row + 1, mask[row].bool()]).logits
+        torch.testing.assert_close(logits[row : row + 1], alone[:, -3:], rtol=1e-4, atol=1e-5)
+
+
+@every_variant
 @pytest.mark.parametrize("search", SETTINGS)
 def test_padded_batches_write_what_each_prompt_gives_alone(variant, search):
     """Padded on either side; without a cache, with one, and with a static one. Padded on the right,

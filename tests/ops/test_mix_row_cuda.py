@@ -147,3 +147,21 @@ def test_a_captured_step_has_the_logits_of_one_that_is_not():
         ]
         torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-5)
     assert caches[0].captured is not None and caches[1].captured is None
+
+
+@pytest.mark.parametrize("variant", ["flat", "window", "keyed-parts"])
+@torch.no_grad()
+def test_a_captured_step_does_not_write_padding(variant, monkeypatch):
+    """Many tokens are read in chunks, of which the last may be one of padding."""
+    monkeypatch.setattr("mixer.models.masked_mixer.cache.SPARE", 2)
+    model = lively_model(max_position_embeddings=10, **MIXINGS[variant]).cuda()
+    ids = tokens(batch=2, length=10).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, 8] = 0
+    cache = MixingCache(model.config, static=True)
+    for start, end in ((0, 5), (5, 6), (6, 9), (9, 10)):
+        chunk = ids[:, start:end]
+        logits = model(chunk, attention_mask=mask[:, :end], past_key_values=cache).logits
+    for row in range(2):
+        alone = model(ids[row : row + 1, mask[row].bool()]).logits
+        torch.testing.assert_close(logits[row], alone[0, -1:], rtol=1e-4, atol=1e-4)

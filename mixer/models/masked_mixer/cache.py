@@ -290,6 +290,7 @@ class CapturedStep:
         self.input_ids = input_ids.clone()
         self.positions = cache.positions.clone()
         cache.positions = self.positions
+        self.has_padding = cache.has_padding  # without it, the graph writes each token
         self.graph = torch.cuda.CUDAGraph()
         device = input_ids.device
         current = torch.cuda.current_stream(device)
@@ -304,10 +305,13 @@ class CapturedStep:
         weakref.finalize(self, free.append, stream)
 
     def fits(self, blocks: Blocks, input_ids: Tensor, cache: MixingCache) -> bool:
-        """Whether model, cache and shapes are this graph's, and all tensors where they were."""
+        """Whether model, cache, shapes and padding are this graph's, and all tensors where they
+        were.
+        """
         shapes = (input_ids.shape, cache.positions.shape)
         return (
             blocks == self.blocks
+            and cache.has_padding == self.has_padding
             and shapes == (self.input_ids.shape, self.positions.shape)
             and list(map(id, cache.memories.values())) == list(map(id, self.memories))
             and all(parameter.data_ptr() == address for parameter, address in self.addresses)

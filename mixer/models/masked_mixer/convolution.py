@@ -124,7 +124,8 @@ class TriangularConv(nn.Module):
                 x, bias=self.bias, residual=residual, backend=self.backend, **operands
             )
         weight = operands["weight"]
-        if x.shape[1] == 1 and weight is not None:
+        # Padding, at position -1, has no column that it could be written to.
+        if x.shape[1] == 1 and weight is not None and not past.has_padding:
             assert self.bias is not None  # as with each full weight
             inputs = past.extended(self.module_id, 1)
             return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
