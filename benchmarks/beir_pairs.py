@@ -38,11 +38,12 @@ def main() -> None:
     folder = as_path(options.folder)
     queries = queries_of_documents(folder, options.split) if options.split else {}
     entries = read_entries(folder / "corpus.jsonl")
-    groups = [*in_turns(list(pairs_of(entry, queries.get(entry.id, []))) for entry in entries)]
-    rows = ({"query": query, "document": document} for group in groups for query, document in group)
+    groups = in_turns(list(pairs_of(entry, queries.get(entry.id, []))) for entry in entries)
+    first_group = next(groups, [])
+    pairs = itertools.chain(first_group, itertools.chain.from_iterable(groups))
+    rows = ({"query": query, "document": document} for query, document in pairs)
     count = write_rows(as_path(options.output), rows)
-    first = len(groups[0]) if groups else 0
-    of_first = f"those of the first {DOCUMENTS} documents in its first {first:,} lines"
+    of_first = f"those of the first {DOCUMENTS} documents in its first {len(first_group):,} lines"
     print(f"{count:,} pairs are in {options.output}, {of_first}")
 
 

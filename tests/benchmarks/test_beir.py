@@ -54,6 +54,21 @@ def test_a_document_gives_pairs_with_its_title_its_sentences_and_its_queries(
     assert pairs == [pair for pair in expected if split or pair[0] not in queries]
 
 
+def test_groups_of_documents_follow_each_other_and_the_first_ones_size_is_printed(
+    folder, tmp_path, monkeypatch, capsys
+):
+    import beir_pairs
+
+    monkeypatch.setattr(beir_pairs, "DOCUMENTS", 1)
+    pairs = tmp_path / "pairs.jsonl"
+    monkeypatch.setattr("sys.argv", ["beir_pairs.py", str(folder), "--output", str(pairs)])
+    beir_pairs.main()
+    documents = [json.loads(line)["document"] for line in pairs.read_text().splitlines()]
+    assert [ABSTRACT in document for document in documents] == [True, True, True, False]
+    said = f"4 pairs are in {pairs}, those of the first 1 documents in its first 3 lines"
+    assert said in capsys.readouterr().out
+
+
 def test_bm25_finds_documents_by_their_words_alone(folder):
     pytest.importorskip("bm25s", reason="pip install -c constraints.txt -e .[bench]")
     from bm25 import rankings_of
