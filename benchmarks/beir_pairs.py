@@ -39,9 +39,7 @@ def main() -> None:
     queries = queries_of_documents(folder, options.split) if options.split else {}
     entries = read_entries(folder / "corpus.jsonl")
     groups = [*in_turns(list(pairs_of(entry, queries.get(entry.id, []))) for entry in entries)]
-    rows = (
-        {"query": query, "document": document} for group in groups for query, document in group
-    )
+    rows = ({"query": query, "document": document} for group in groups for query, document in group)
     count = write_rows(as_path(options.output), rows)
     first = len(groups[0]) if groups else 0
     of_first = f"those of the first {DOCUMENTS} documents in its first {first:,} lines"
