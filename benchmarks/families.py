@@ -35,7 +35,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--prompt", type=int, default=384, help="tokens of the prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens to write")
+    parser.add_argument("--new", type=int, default=128, help="tokens to write")
     parser.add_argument("--batches", type=numbers, default=[1, 256])
     repeats = "calls of generate, of which the median counts"
     parser.add_argument("--repeats", type=int, default=3, help=repeats)
