@@ -299,20 +299,21 @@ without_derivative("packed_conv_grad_weight", "triangular_conv")
 # ------------------------------------------------------------------------- one row
 
 
-def row_by_kernel(memory, x, weight, bias, residual, positions) -> Tensor:
+def row_by_kernel(memory, x, weight, bias, residual, positions, lags=None) -> Tensor:
     """`mix_row` by the kernel, for arguments that `row_uses_kernel` has accepted."""
     batch, heads, length, width = memory.shape
+    window = 0 if lags is None else lags.shape[-1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     tensors = {
         "memory": memory,
         "x": x,
-        "weight": weight,
+        "weight": weight if lags is None else lags,
         "bias": bias,
         "residual": residual,
         "positions": positions,
         "y": y,
     }
-    params = params_of(x, (batch, length, heads * width), heads, 0, tensors)
+    params = params_of(x, (batch, length, heads * width), heads, window, tensors)
     params.memory_batch_stride, params.memory_head_stride, _, _ = memory.stride()
     params.positions_stride = positions.stride(0) if len(positions) > 1 else 0
     call("mixer_mix_row", params)

@@ -359,15 +359,27 @@ def last_rows(rows: Tensor, positions: Tensor, columns: int) -> Tensor:
 def mix_row(
     memory: Tensor,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     residual: Tensor | None,
     positions: Tensor,
     backend: str = "auto",
+    *,
+    lags: Tensor | None = None,
 ) -> Tensor:
     """One new token of each text, x (batch, 1, channels): written into the memory and mixed."""
-    write_rows(memory, by_head(x, weight.shape[0]), positions)
-    return mix_rows(memory, rows_at(positions, weight, memory), bias, residual, positions)
+    heads, columns = memory.shape[1:3]
+    if weight is not None:
+        write_rows(memory, by_head(x, heads), positions)
+        return mix_rows(memory, rows_at(positions, weight, memory), bias, residual, positions)
+    assert lags is not None
+    write_rows(memory, by_head(x, heads), positions % columns)
+    lag = torch.arange(min(lags.shape[-1], columns), device=x.device)
+    column = (positions - lag) % columns  # (batch or 1, lags)
+    inputs = memory.gather(2, column[:, None, :, None].expand(len(x), heads, -1, memory.shape[3]))
+    rows = lags[..., : len(lag)].to(memory.dtype)  # (heads, taps, lags)
+    rows = rows.masked_fill((lag > positions)[:, None, None], 0)  # (batch or 1, heads, taps, lags)
+    return mix_rows(inputs, rows[:, :, :, None], bias, residual, positions)
 
 
 # ------------------------------------------------------------------------- weights by lag

@@ -172,11 +172,13 @@ def _uses_kernels(backend: str, device: torch.device, dtype: torch.dtype, is_ali
 def mix_row(
     memory: Tensor,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     residual: Tensor | None,
     positions: Tensor,
     backend: str = "auto",
+    *,
+    lags: Tensor | None = None,
 ) -> Tensor:
     """Mixes one new token of each sample: writes x into the memory at its position, and mixes it
     with all earlier tokens.
@@ -184,16 +186,21 @@ def mix_row(
         y[b, c] = bias[h, p] + residual[b, c]
                   + sum_t sum_{j <= p} weight[h, t, p, j] * memory[b, h, j, c + t - (K - 1) // 2]
 
+    A weight by lag has weight[h, t, p, j] = lags[h, t, p - j]. Then the memory is a ring, which has
+    token j in column j % length, and positions may be any.
+
     Args:
         memory: (batch, heads, length, channels of a head), a view into preallocated memory; changed
             in place. Values after a sample's position are not used.
         x: (batch, 1, channels) in the memory's dtype.
         weight: (heads, kernel_size, context, context), x's dtype or fp32; context >= length.
-        bias: (heads, context), in the weight's dtype.
+        lags: (heads, kernel_size, window), x's dtype or fp32; instead of weight.
+        bias: (heads, context), in the weight's (or the lags') dtype, or with lags None. Tokens past
+            the context have the last one's.
         residual: as x, or None.
-        positions: (batch or 1, 1) int64, below length; 1 if all samples share one. The values are
-            not checked, because that would wait for the GPU. For a position outside the memory,
-            the kernel returns NaN and writes nothing.
+        positions: (batch or 1, 1) int64, below length but with lags; 1 if all samples share one.
+            The values are not checked, because that would wait for the GPU. For a position outside
+            the memory, the kernel returns NaN and writes nothing.
         backend: "auto" and "cuda" use the kernel where it can take the call; otherwise, and for
             "dense", plain PyTorch does.
 
@@ -207,21 +214,21 @@ def mix_row(
     """
     arguments = (memory, x, weight, bias, residual, positions)
     # The compiler sees through plain PyTorch, but not through a call of the kernel.
-    if not torch.compiler.is_compiling() and row_uses_kernel(*arguments, backend):
-        return cuda.row_by_kernel(*arguments)
-    return plain.mix_row(*arguments)
+    if not torch.compiler.is_compiling() and row_uses_kernel(*arguments, backend, lags):
+        return cuda.row_by_kernel(*arguments, lags)
+    return plain.mix_row(*arguments, lags=lags)
 
 
-def row_uses_kernel(memory, x, weight, bias, residual, positions, backend) -> bool:
+def row_uses_kernel(memory, x, weight, bias, residual, positions, backend, lags=None) -> bool:
     """Whether `mix_row` of these arguments uses the kernel, which with other shapes would read and
     write out of bounds. The first call on a device builds the kernels, so it must not come inside a
     graph capture.
     """
     batch, heads, length, width = memory.shape
-    context = weight.shape[-1]
-    read = [memory, x, weight, bias]
-    if residual is not None:
-        read.append(residual)
+    mixing = weight if lags is None else lags
+    context = mixing.shape[-1] if bias is None else bias.shape[-1]
+    square = (heads, 1, context, context)
+    read = [t for t in (memory, x, mixing, bias, residual) if t is not None]
     fits = (
         x.is_cuda
         and backend in ("auto", "cuda")
@@ -229,14 +236,13 @@ def row_uses_kernel(memory, x, weight, bias, residual, positions, backend) -> bo
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read))
         and x.dtype in cuda.DTYPE_CODES
         and memory.dtype == x.dtype
-        and weight.dtype in (x.dtype, torch.float32)
-        and bias.dtype == weight.dtype
+        and mixing.dtype in (x.dtype, torch.float32)
+        and (bias is None or (bias.dtype == mixing.dtype and bias.shape == (heads, context)))
         and positions.dtype == torch.int64
         and x.shape == (batch, 1, heads * width)
         and (residual is None or (residual.shape == x.shape and residual.dtype == x.dtype))
-        and weight.shape == (heads, 1, context, context)
-        and length <= context
-        and bias.shape == (heads, context)
+        and (lags is not None or (weight.shape == square and length <= context))
+        and (lags is None or lags.shape == (heads, 1, lags.shape[-1]))
         and positions.shape in ((1, 1), (batch, 1))
         and memory.stride()[2:] == (width, 1)
         and memory.data_ptr() % 16 == 0

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 from emulator import sources
-from mix_row_cases import TYPES, case, exact
+from mix_row_cases import TYPES, case, case_by_lag, exact
 from models import generate, lively_model, padded
 from toolchain import needs_nvcc
 
@@ -74,6 +74,18 @@ def test_the_kernels_source_is_right_on_the_cpu(shape, dtype, weight_dtype, kern
 
 
 @needs_nvcc
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype, weight_dtype", TYPES, ids=str)
+def test_the_kernel_reads_a_ring_by_lag(shape, dtype, weight_dtype, kernel):
+    for columns, window in ((1, 1), (7, 4), (72, 8), (600, 512), (5, 9)):
+        arguments, lags = case_by_lag(*shape, columns, dtype, weight_dtype, window, window != 4)
+        expected, written = exact(*arguments, lags)
+        y = cuda.row_by_kernel(*arguments, lags)
+        torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)
+        assert torch.equal(arguments[0].double().nan_to_num(0), written)
+
+
+@needs_nvcc
 def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
     memory, *inputs, _ = case(2, 1, 16, 7, torch.float32, torch.float32)
     before = memory.clone()
@@ -85,8 +97,9 @@ def test_a_position_outside_the_memory_gives_nan_and_writes_nothing(kernel):
 
 @needs_nvcc
 @pytest.mark.parametrize("cache", [None, "static"], ids=["growing", "static"])
-def test_a_model_writes_the_same_by_the_kernel(cache, kernel, monkeypatch):
-    model = lively_model(num_mixer_heads=2, mixer_expansion=True)
+@pytest.mark.parametrize("mixing_weight", ["full", "lags"])
+def test_a_model_writes_the_same_by_the_kernel(mixing_weight, cache, kernel, monkeypatch):
+    model = lively_model(num_mixer_heads=2, mixer_expansion=True, mixing_weight=mixing_weight)
     ids, mask = padded("left")
     settings = {"new": 4, "attention_mask": mask, "num_beams": 2, "cache_implementation": cache}
     expected = generate(model, ids, **settings)

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from mix_row_cases import TYPES, case, exact
+from mix_row_cases import TYPES, case, case_by_lag, exact
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, tokens
 
 from mixer.models.masked_mixer.cache import MixingCache
@@ -42,6 +42,19 @@ def test_as_near_to_fp64_as_the_type_allows(shape, dtype, weight_dtype, length):
     assert triangular.row_uses_kernel(*arguments, "auto")
     expected, written = exact(*arguments)
     y = mix_row(*arguments)
+    torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    assert torch.equal(arguments[0].double().nan_to_num(0), written)
+
+
+@pytest.mark.parametrize("columns, window", [(1, 1), (7, 4), (72, 8), (600, 512), (5, 9)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype, weight_dtype", TYPES, ids=str)
+def test_a_ring_by_lag_is_as_near_to_fp64(shape, dtype, weight_dtype, columns, window):
+    arguments, lags = case_by_lag(*shape, columns, dtype, weight_dtype, window, window != 4)
+    arguments = [None if tensor is None else tensor.cuda() for tensor in arguments]
+    assert triangular.row_uses_kernel(*arguments, "auto", lags.cuda())
+    expected, written = exact(*arguments, lags.cuda())
+    y = mix_row(*arguments, lags=lags.cuda())
     torch.testing.assert_close(y.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
     assert torch.equal(arguments[0].double().nan_to_num(0), written)
 

@@ -123,12 +123,21 @@ class TriangularConv(nn.Module):
             return triangular_conv(
                 x, bias=self.bias, residual=residual, backend=self.backend, **operands
             )
-        weight = operands["weight"]
         # Padding, at position -1, has no column that it could be written to.
-        if x.shape[1] == 1 and weight is not None and not past.has_padding:
-            assert self.bias is not None  # as with each full weight
-            inputs = past.extended(self.module_id, 1)
-            return mix_row(inputs, x, weight, self.bias, residual, past.positions, self.backend)
+        if x.shape[1] == 1 and not past.has_padding:
+            if operands["weight"] is None:
+                memory = past.memories[self.module_id]
+            else:
+                memory = past.extended(self.module_id, 1)
+            return mix_row(
+                memory,
+                x,
+                bias=self.bias,
+                residual=residual,
+                positions=past.positions,
+                backend=self.backend,
+                **operands,
+            )
         # (batch, heads, columns, channels of a head)
         inputs = past.append(self.module_id, by_head(x, self.heads), self.window)
         rows = self.rows(past.positions, past.lags(self.module_id, inputs), inputs)

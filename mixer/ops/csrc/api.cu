@@ -64,7 +64,7 @@ MIXER_EXPORT int mixer_short_conv_gradients(const TriangularConvParams* params) 
 }
 
 // One new token of each sample: writes x into the memory and computes y = bias + residual +
-// W[position] memory (mix_row.cu).
+// W[position] memory (mix_row.cu), with a full weight or one by lag.
 MIXER_EXPORT int mixer_mix_row(const TriangularConvParams* params) { return run(*params, mix_row); }
 
 MIXER_EXPORT const char* mixer_error_string(int status) {

@@ -1,9 +1,10 @@
 // The product for generation, one new token per sample: y = bias + residual + sum_{j <= position}
 // W[position, j] x_j. The earlier x_j lie in the memory; the new one is x, which is also written to
-// the memory.
+// the memory. By lag, W[position, j] is lags[position - j], and the memory is a ring: x_j lies in
+// column j modulo its columns.
 //
 // The time is that of reading the memory once. A block handles some channels of one sample and head
-// and reads them for every token up to the position. It reads the position from device memory, so a
+// and reads them for every token that has a weight. It reads the position from device memory, so a
 // captured graph can be replayed for any position. With few samples the blocks are narrow, down to
 // one 32-byte sector of a token. On Hopper clusters are used instead: their blocks split the tokens
 // among themselves and read whole cache lines, and the first block adds up the partial sums that
@@ -13,7 +14,8 @@
 // dependent launch), and it lets the next kernel do the same. Both wait on the device for the work
 // before them.
 //
-// A position outside the memory gives NaN, and nothing is written to the memory.
+// A negative position, and with a full weight one outside the memory, gives NaN, and nothing is
+// written to the memory.
 #include "kernels.h"
 #include "numeric.cuh"
 
@@ -29,6 +31,7 @@ constexpr int kThreads = 256;    // per block; kMostThreads if there are few blo
 // threads side by side along a token's channels; kLeastAcross if there are few blocks
 constexpr int kMostAcross = 32;
 constexpr int kAhead = 4;        // loads in flight per thread, in tokens
+constexpr int kLeastLags = 64;   // of each block of a cluster
 constexpr int kVectorBytes = 16;
 // blocks with more threads are kLeastAcross wide
 constexpr int kMostSums = kThreads / kWarp * kMostAcross * (kVectorBytes / 2);
@@ -87,12 +90,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   const int64_t position =
       static_cast<const int64_t*>(params.positions)[sample * params.positions_stride];
-  const bool exists = position >= 0 && position < params.tokens;
-  const int earlier = exists && channel < width ? static_cast<int>(position) : 0;
+  const bool by_lag = params.window > 0;
+  const bool exists = position >= 0 && (by_lag || position < params.tokens);
+  const int own = exists ? static_cast<int>(position % params.tokens) : 0;  // column of x
+  // The earlier tokens that are read: the first ones, or by lag from the nearest on.
+  const int64_t most = by_lag ? min(params.window, params.tokens) - 1 : params.tokens;
+  const int earlier = exists && channel < width ? static_cast<int>(min(position, most)) : 0;
   const int share = ceil_div(earlier, splits), end = min(earlier, (split + 1) * share);
-  const Weight* weight =
-      static_cast<const Weight*>(params.weight) +
-      (static_cast<int64_t>(head) * params.context + (exists ? position : 0)) * params.context;
+  const int64_t row_of_weight =
+      by_lag ? static_cast<int64_t>(head) * params.window
+             : (static_cast<int64_t>(head) * params.context + own) * params.context;
+  const Weight* weight = static_cast<const Weight*>(params.weight) + row_of_weight;
+  const Weight own_weight = weight[by_lag ? 0 : own];
   Element* memory = static_cast<Element*>(params.memory) + sample * params.memory_batch_stride +
                     head * params.memory_head_stride + channel;
 
@@ -104,9 +113,11 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       // no branch, so that all loads are in flight at once
       const int token = min(first + ahead * rows, end - 1);
+      int column = token;
+      if (by_lag) column = own - 1 - token < 0 ? own - 1 - token + params.tokens : own - 1 - token;
       vectors[ahead] =
-          __ldcs(reinterpret_cast<const uint4*>(memory + static_cast<int64_t>(token) * width));
-      factors[ahead] = weight[token];
+          __ldcs(reinterpret_cast<const uint4*>(memory + static_cast<int64_t>(column) * width));
+      factors[ahead] = weight[by_lag ? token + 1 : token];
     }
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
@@ -118,8 +129,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const Element* x = static_cast<const Element*>(params.x) + sample * params.x_batch_stride +
                        static_cast<int64_t>(head) * width + channel;
     const uint4 vector = *reinterpret_cast<const uint4*>(x);
-    *reinterpret_cast<uint4*>(memory + position * width) = vector;
-    add_product<Element>(sum, float(weight[position]), vector);
+    *reinterpret_cast<uint4*>(memory + static_cast<int64_t>(own) * width) = vector;
+    add_product<Element>(sum, float(own_weight), vector);
   }
 
   // The channel that this thread finishes. Its bias and residual are requested now, so that their
@@ -131,8 +142,9 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   float bias = 0;
   Element residual = Element(0.0f);
   if (finishes && exists && params.bias != nullptr) {
+    const int64_t last = params.context - 1;  // whose bias later tokens have
     bias = load_float(params.bias, params.weight_dtype,
-                      static_cast<int64_t>(head) * params.context + position);
+                      static_cast<int64_t>(head) * params.context + min(position, last));
   }
   if (finishes && params.residual != nullptr) {
     residual =
@@ -184,7 +196,8 @@ cudaError_t launch_row(const TriangularConvParams& params) {
   while (across > kLeastAcross && (across / 2 >= vectors || blocks(across) < wanted)) across /= 2;
   int splits = 1;
   while (across == kLeastAcross && splits < kMostSplits &&
-         2 * splits * blocks(across) <= params.processors)
+         2 * splits * blocks(across) <= params.processors &&
+         (params.window == 0 || 2 * splits * kLeastLags <= params.window))
     splits *= 2;
   const int threads = across == kLeastAcross && blocks(across) < wanted ? kMostThreads : kThreads;
   const int64_t grid = blocks(across) * splits;

@@ -19,7 +19,8 @@
 // For short_conv, `weight` points to lags, nothing is packed, and a bias with context = 1 has one
 // number for all tokens.
 //
-// For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token.
+// For mix_row, `tokens` is the length of the memory, and x, residual and y hold one token; by lag,
+// `weight` points to lags.
 //
 // A head's channels fill a multiple of 16 bytes, and every row begins at one. No size is 0. Pointers
 // that an operation does not use are null.
