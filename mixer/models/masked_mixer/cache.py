@@ -110,8 +110,8 @@ class MixingCache(Cache):
         memory = self.memories[module_id]
         return memory if self.static else memory[:, :, : self.length + new]
 
-    def begin_step(self) -> None:
-        """Before the blocks read new tokens."""
+    def forget_step(self) -> None:
+        """Before the blocks read new tokens, and after it."""
         self.of_step = {}
 
     def _once(self, name: str, numbers: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:

@@ -235,7 +235,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         is filled with the embedding and each block's output, the last one after the norm.
         """
         if past is not None:
-            past.begin_step()
+            past.forget_step()
         x = self.embed_tokens(input_ids)
         if self.suffix_match is not None:
             x = x + self.suffix_match(input_ids, past)
@@ -252,6 +252,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
                 states.append(x)
             x = layer(x, past, rotation if isinstance(layer.mixing, Keyed) else None)
         x = self.norm(x)
+        if past is not None:
+            past.forget_step()
         if states is not None:
             states.append(x)
         return x
