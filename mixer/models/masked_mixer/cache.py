@@ -161,6 +161,21 @@ class MixingCache(Cache):
         values = memory.gather(1, column[..., None].expand(len(memory), -1, memory.shape[2]))
         return values.masked_fill(self.positions[..., None] <= 0, 0)
 
+    def clamped(self, last: int) -> Tensor:
+        """The new tokens' positions, those past `last` as `last` and padding as 0."""
+        return self._once("clamped", (last,), lambda: self.positions.clamp(0, last))
+
+    def last_of_texts(self, x: Tensor, earlier: Tensor) -> Tensor:
+        """Of x (batch, new, channels), what each text's last new token has, or `earlier` (batch,
+        channels) where all are padding, which stands behind the tokens.
+        """
+        if not self.has_padding:
+            return x[:, -1]
+        count = self._once("count", (), lambda: (self.positions >= 0).sum(1)[:, None])
+        number = self._once("last", (), lambda: (count - 1).clamp(min=0)[..., None])
+        last = x.gather(1, number.expand(len(x), 1, x.shape[2]))[:, 0]
+        return last.where(count > 0, earlier)
+
     def in_order(self, module_id: ModuleId, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs that `append` has returned, from the earliest token that has a column on, and that
         token's position: (batch, heads, columns, channels of a head), (batch or 1, 1).

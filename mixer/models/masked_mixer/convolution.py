@@ -319,14 +319,13 @@ class RecurrentConv(TriangularConv):
         self.decay = nn.Parameter(torch.empty(self.heads)) if self.config.mixing_decay else None
 
     def mixing_weight(self) -> Tensor:
-        input_scale, output_scale = self._scales()
+        input_scale, output_scale = self._scales(self.scale[:, 0].T)
         powers = toeplitz(self._powers(0, self.context), self.context)
-        return (output_scale[..., None] * powers * input_scale[:, None])[:, None]
+        return (output_scale.T[..., None] * powers * input_scale.T[:, None])[:, None]
 
-    def _scales(self) -> tuple[Tensor, Tensor]:
-        """What scales a token before it is summed up, and the sum after: (heads, context) each."""
-        scale = self.scale[:, 0]
-        by_row = torch.arange(self.heads, device=scale.device)[:, None] < self.by_row
+    def _scales(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """What scales a token before it is summed up, and the sum after, of scale (..., heads)."""
+        by_row = torch.arange(self.heads, device=scale.device) < self.by_row
         return torch.where(by_row, 1, scale), torch.where(by_row, scale, 1)
 
     def _draw(self) -> None:
@@ -345,29 +344,26 @@ class RecurrentConv(TriangularConv):
         """As TriangularConv.forward, of texts of any length. Padding, whose position is negative,
         does not change the sum that is kept.
         """
+        scale, bias = (self._at(n, x, past).to(x.dtype) for n in (self.scale[:, 0], self.bias))
         # (batch or 1, tokens, heads, 1) each
-        input_scale, output_scale, bias = (
-            self._at(numbers, x, past)[..., None].to(x.dtype)
-            for numbers in (*self._scales(), self.bias)
-        )
+        input_scale, output_scale = (s[..., None] for s in self._scales(scale))
         x = (x.unflatten(-1, (self.heads, -1)) * input_scale).flatten(2)
         if past is None:
             sums = self._sums(x)
         else:
             sum_dtype = torch.promote_types(x.dtype, torch.float32)
             state = past.memory(self.module_id, (x.shape[0], x.shape[2]), x, sum_dtype)
-            sums = self._sums(x, state.clone())  # which the backward pass may need
-            count = (past.positions >= 0).sum(1)  # tokens stand in front of padding
-            last = sums[torch.arange(len(x), device=x.device), count - 1]
-            state.copy_(torch.where((count == 0)[:, None], state, last))
+            # The backward pass may need what it was.
+            sums = self._sums(x, state.clone() if torch.is_grad_enabled() else state)
+            state.copy_(past.last_of_texts(sums, state))
         sums = sums.to(x.dtype).unflatten(-1, (self.heads, -1))
-        y = (sums * output_scale + bias).flatten(2)
+        y = (sums * output_scale + bias[..., None]).flatten(2)
         return y if residual is None else residual + y.to(residual.dtype)
 
     def _at(self, numbers: Tensor, x: Tensor, past: MixingCache | None) -> Tensor:
         """Numbers (heads, context) at the tokens of x, (batch or 1, tokens, heads)."""
         if past is not None:
-            return numbers.T[past.positions.clamp(0, self.context - 1)]
+            return numbers.T[past.clamped(self.context - 1)]
         repeated = numbers[:, -1:].expand(-1, max(0, x.shape[1] - self.context))
         return torch.cat([numbers[:, : x.shape[1]], repeated], 1).T[None]
 
