@@ -77,14 +77,14 @@ wheel: setup
 
 # The wheel where only it and what it depends on are installed, with nvcc out of sight: what it
 # brings (if that is skipped, pytest fails), then the operator.
-BESIDE_WHEEL = env -u CUDA_HOME -u PYTHONPATH PATH=/usr/bin:/bin build/venv-wheel/bin/pytest
+BESIDE_WHEEL = env -u CUDA_HOME -u PYTHONPATH PATH=/usr/bin:/bin build/venv-wheel/bin
 .PHONY: test-wheel
 test-wheel: wheel
 	$(PYTHON) -m venv --clear build/venv-wheel
-	build/venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(BESIDE_WHEEL)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt build/wheel/*.whl pytest hypothesis
-	$(BESIDE_WHEEL) tests/ops/test_wheel_kernels.py
-	$(BESIDE_WHEEL) tests/ops/test_ops.py tests/ops/test_kernel_choice.py
+	$(BESIDE_WHEEL)/pytest tests/ops/test_wheel_kernels.py
+	$(BESIDE_WHEEL)/pytest tests/ops/test_ops.py tests/ops/test_kernel_choice.py
 
 # Tests with the oldest supported packages, in a separate environment.
 .PHONY: test-min
