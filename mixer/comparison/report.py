@@ -281,6 +281,7 @@ def draw_kinds(axes, kinds: dict, runs: dict) -> None:
             if rows[0] in best:
                 draw_spread(axes, rows, colour)
     log_axis(axes.xaxis, ticks=sorted(all_budgets))
+    axes.set_xlim(min(all_budgets) / 2, max(all_budgets) * 2)  # a second apart is not far apart
     write_names(axes, names)
 
 

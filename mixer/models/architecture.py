@@ -135,7 +135,7 @@ def _check_type(model_type: str, values: dict[str, Any]) -> None:
     elif CONFIG_MAPPING[model_type] not in AutoModelForCausalLM._model_mapping:
         problem = "is no causal language model"
     elif model_type == "reformer":  # and with hashed attention it sees later tokens
-        problem = "computes texts of some lengths alone"
+        problem = "takes only texts of certain lengths"
     if problem:
         names = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != model_type]
         near = difflib.get_close_matches(model_type, names, 3) or ["llama", "lfm2", "mamba2"]

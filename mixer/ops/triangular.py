@@ -187,7 +187,7 @@ def mix_row(
                   + sum_t sum_{j <= p} weight[h, t, p, j] * memory[b, h, j, c + t - (K - 1) // 2]
 
     A weight by lag has weight[h, t, p, j] = lags[h, t, p - j]. Then the memory is a ring, which has
-    token j in column j % length, and positions may be any.
+    token j in column j % length.
 
     Args:
         memory: (batch, heads, length, channels of a head), a view into preallocated memory; changed
@@ -198,9 +198,9 @@ def mix_row(
         bias: (heads, context), in the weight's (or the lags') dtype, or with lags None. Tokens past
             the context have the last one's.
         residual: as x, or None.
-        positions: (batch or 1, 1) int64, below length but with lags; 1 if all samples share one.
-            The values are not checked, because that would wait for the GPU. For a position outside
-            the memory, the kernel returns NaN and writes nothing.
+        positions: (batch or 1, 1) int64, 1 if all samples share one; below length, with lags any
+            from 0 on. The values are not checked, because that would wait for the GPU. For others,
+            the kernel returns NaN and writes nothing.
         backend: "auto" and "cuda" use the kernel where it can take the call; otherwise, and for
             "dense", plain PyTorch does.
 
@@ -227,7 +227,7 @@ def row_uses_kernel(memory, x, weight, bias, residual, positions, backend, lags=
     batch, heads, length, width = memory.shape
     mixing = weight if lags is None else lags
     context = mixing.shape[-1] if bias is None else bias.shape[-1]
-    square = (heads, 1, context, context)
+    shape = (heads, 1, context, context) if lags is None else (heads, 1, lags.shape[-1])
     read = [t for t in (memory, x, mixing, bias, residual) if t is not None]
     fits = (
         x.is_cuda
@@ -241,8 +241,8 @@ def row_uses_kernel(memory, x, weight, bias, residual, positions, backend, lags=
         and positions.dtype == torch.int64
         and x.shape == (batch, 1, heads * width)
         and (residual is None or (residual.shape == x.shape and residual.dtype == x.dtype))
-        and (lags is not None or (weight.shape == square and length <= context))
-        and (lags is None or lags.shape == (heads, 1, lags.shape[-1]))
+        and mixing.shape == shape
+        and (lags is not None or length <= context)
         and positions.shape in ((1, 1), (batch, 1))
         and memory.stride()[2:] == (width, 1)
         and memory.data_ptr() % 16 == 0

@@ -340,7 +340,7 @@ def test_types_of_flash_linear_attention_are_known_where_it_is_installed(monkeyp
         ("lfm99", {}, "'lfm99' is unknown to the installed transformers; allowed: .* such as lfm"),
         ("mine", {"auto_map": {}}, "and code that comes with a model \\(auto_map\\) is not run"),
         ("t5", {}, "'t5' is no causal language model; allowed: those of AutoModelForCausalLM"),
-        ("reformer", {}, "'reformer' computes texts of some lengths alone; .* such as roformer"),
+        ("reformer", {}, "'reformer' takes only texts of certain lengths; .* such as roformer"),
         ("gemma3", {}, "gemma3 is made of several models; allowed: .* such as gemma3_text: give"),
         ("fuyu", {}, "fuyu is made of several models; allowed: .* such as persimmon: give"),
         ("blt", {}, "blt is made of several models; allowed: one for text alone$"),
