@@ -70,7 +70,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        return self.settings.get("optim.lr") or RunConfig().optim.lr
+        return self.settings.get("optim.lr", RunConfig().optim.lr)
 
     @property
     def measuring_steps(self) -> int:

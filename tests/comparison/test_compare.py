@@ -417,6 +417,11 @@ def test_a_seed_is_not_trained_twice():
     assert len(jobs_of(plan, {}, [], {})) == 1
 
 
+def test_a_rate_of_zero_is_trained_as_zero():
+    (job,) = jobs_of(KINDS | {"common": {"optim.lr": 0}}, {}, [], {})
+    assert next(job).settings["optim.lr"] == 0
+
+
 def test_what_a_size_or_a_run_has_wrong_begins_with_its_name():
     for entry, said in (
         ({"model.hidden_sizze": 3}, "mixer small: 1 problem .*\n.*unknown key model.hidden_sizze"),
