@@ -30,6 +30,7 @@ from mixer.common.errors import UserError, errors_about
 from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size, sweep_budgets
+from mixer.data.config import NOT_COMPARED
 from mixer.models.config import with_content
 from mixer.training.config import MOST_EPOCHS, RunConfig, flatten, load_config
 
@@ -281,9 +282,9 @@ def difference_of(recorded: dict, planned: dict) -> str:
 
 def data_options(settings: dict) -> dict:
     """What decides on which samples a run trains; a task's depend on the context."""
-    elsewhere = ("data.directory", "data.workers")  # where and how fast a text is tokenized
     read = ("data.", "model.max_position_embeddings")
-    return {k: settings[k] for k in settings if k.startswith(read) and k not in elsewhere}
+    left_out = {f"data.{name}" for name in NOT_COMPARED}
+    return {k: settings[k] for k in settings if k.startswith(read) and k not in left_out}
 
 
 def check_data(runs: list[Run], results: dict) -> None:
