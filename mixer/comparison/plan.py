@@ -56,27 +56,17 @@ PLAN_SHAPE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one process trains; or a model of a plan, of which `timed` makes runs."""
+    """What one process trains."""
 
     name: str
     settings: dict  # by section.key
     identity: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
-    budgets: tuple[float, ...] = ()  # of a model: the seconds of its longer runs
     keeps_checkpoint: bool = False  # for other runs to start from, or to be evaluated
 
     @property
     def folder(self) -> str:
         """The name of its directory, which is the same for names that differ by signs alone."""
         return re.sub(r"[^\w.+-]+", "-", self.name)
-
-    @property
-    def rate(self) -> float:
-        return self.settings.get("optim.lr", RunConfig().optim.lr)
-
-    @property
-    def measuring_steps(self) -> int:
-        """How long a run is that measures the speed."""
-        return 4 * self.settings.get("logging.log_every", RunConfig().logging.log_every)
 
     def config(self, *changes: str) -> RunConfig:
         return load_config(None, list(changes), self.settings)
@@ -89,9 +79,42 @@ class Run:
             identity=self.identity | {"seed": seed},
         )
 
-    def timed(self, budget: float, rate: float, steps: int) -> "Run":
-        """budget: the seconds that the steps should take; 0 for a run that measures the speed."""
-        name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
+
+@dataclass(frozen=True)
+class Model:
+    """A size of a kind, which trains for each of its budgets."""
+
+    kind: str
+    size: str
+    settings: dict  # by section.key
+    budgets: tuple[float, ...]  # the seconds of its longer runs
+
+    @property
+    def name(self) -> str:
+        return model_name(self.kind, self.size)
+
+    @property
+    def rate(self) -> float:
+        return self.settings.get("optim.lr", RunConfig().optim.lr)
+
+    def has(self, row: dict) -> bool:
+        """Whether a row of the results is that of a run of this model."""
+        return (row.get("kind"), row.get("size")) == (self.kind, self.size)
+
+    def untimed(self) -> Run:
+        """Stands for its runs where names and options are checked, before any steps are known."""
+        return Run(self.name, self.settings | {"train.steps": 1_000_000})
+
+    def speed_run(self, rate: float) -> Run:
+        """A run that measures the speed."""
+        log_every = self.settings.get("logging.log_every", RunConfig().logging.log_every)
+        return self._run(f"{self.name}, speed", 0, rate, 4 * log_every)
+
+    def timed(self, budget: float, rate: float, steps: int) -> Run:
+        """budget: the seconds that the steps should take."""
+        return self._run(f"{self.name}, {budget:g} s, lr {rate:g}", budget, rate, steps)
+
+    def _run(self, name: str, budget: float, rate: float, steps: int) -> Run:
         # A longer warm-up than a third of a short run would be most of what a sweep compares.
         warmup = self.settings.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
         schedule = {
@@ -99,8 +122,12 @@ class Run:
             "optim.lr": rate,
             "optim.warmup_steps": min(warmup, steps // 3),
         }
-        identity = self.identity | {"budget": budget, "lr": rate}
+        identity = {"kind": self.kind, "size": self.size, "budget": budget, "lr": rate}
         return Run(name, self.settings | schedule, identity)
+
+
+def model_name(kind: str, size: str) -> str:
+    return f"{kind} {size}".strip()
 
 
 Job = Generator[Run, dict, None]  # yields runs, one after the other, and receives their rows
@@ -114,55 +141,54 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     would be mixed up, and for options other than those of a run in the results.
     """
     check_plan(plan)
-    seeds = plan.get("seeds", [])
-    kinds = plan.get("kinds", {})
-
-    def settings(name: str, entry: dict | None) -> dict:
-        """All options of a run or model of the plan; later ones win."""
-        entry = dict(entry or {})
-        with errors_about(name):
-            entry_recipe = recipe(entry.pop("recipe", None))
-            merged = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
-            if isinstance(merged.get("model.config"), str):  # the results keep what was trained
-                merged["model.config"] = with_content(merged["model.config"])
-        return merged
-
-    runs = [
-        Run(name, settings(name, entry), keeps_checkpoint=plan.get("keep_checkpoints", False))
-        for name, entry in plan.get("runs", {}).items()
-    ]
-    models = []
-    for kind_name, sizes in kinds.items():
-        for size, entry in sizes.items():
-            options = dict(entry or {})
-            budgets = tuple(options.pop("seconds", [plan["seconds"]]))
-            identity = {"kind": kind_name, "size": str(size)}
-            name = f"{kind_name} {size}".strip()
-            models.append(Run(name, settings(name, options), identity, budgets))
-    names = {run.name for run in [*runs, *models]} | {*kinds}
-    if unknown := sorted({*only} - names):
-        allowed = shlex.join(sorted(names))
-        raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
-    for run in [*runs, *models]:
-        if (seed := run.settings.get("seed", RunConfig.seed)) in seeds:
-            raise UserError(f"{run.name}: seed {seed} is its first seed already; give other seeds")
+    runs = runs_of(plan, overrides)
+    models = models_of(plan, overrides)
     firsts = [first_of(plan, model) for model in models] if "pretraining" in plan else []
-    repeated = [run.with_seed(seed) for run in [*runs, *models] for seed in seeds]
-    check_names([*runs, *models, *firsts, *repeated])
-    for run in [*runs, *models, *firsts, *repeated]:  # refuses what is not allowed
-        unmeasured = ["train.steps=1000000"] if "kind" in run.identity else []
-        with errors_about(run.name):
-            run.config(f"name={run.folder}", *unmeasured)
-    for run in [*runs, *models]:
-        check_settings(run, results, has_rates="rates" in plan)
-    check_data([*runs, *models, *firsts], results)
+    check_only(only, {entry.name for entry in [*runs, *models]} | plan.get("kinds", {}).keys())
+    seeds = plan.get("seeds", [])
+    check_runs([*runs, *(model.untimed() for model in [*models, *firsts])], seeds)
+    check_options(runs, models, results, has_rates="rates" in plan)
+    check_data([entry.settings for entry in [*runs, *models, *firsts]], results)
     jobs = [job_of_run(run, seeds) for run in runs if not only or run.name in only]
-    for kind_name in kinds:
-        of_kind = [model for model in models if model.identity["kind"] == kind_name]
+    for kind_name in plan.get("kinds", {}):
+        of_kind = [model for model in models if model.kind == kind_name]
         chosen = [model for model in of_kind if not only or {kind_name, model.name} & {*only}]
         if chosen:
             jobs.append(job_of_kind(plan, of_kind, chosen, results))
     return jobs
+
+
+def runs_of(plan: dict, overrides: dict) -> list[Run]:
+    """The runs that a plan has by name."""
+    keeps = plan.get("keep_checkpoints", False)
+    return [
+        Run(name, settings_of(plan, overrides, name, entry or {}), keeps_checkpoint=keeps)
+        for name, entry in plan.get("runs", {}).items()
+    ]
+
+
+def models_of(plan: dict, overrides: dict) -> list[Model]:
+    """All sizes of all kinds of a plan."""
+    models = []
+    for kind_name, sizes in plan.get("kinds", {}).items():
+        for size, entry in sizes.items():
+            options = dict(entry or {})
+            budgets = tuple(options.pop("seconds", [plan["seconds"]]))
+            name = model_name(kind_name, str(size))
+            settings = settings_of(plan, overrides, name, options)
+            models.append(Model(kind_name, str(size), settings, budgets))
+    return models
+
+
+def settings_of(plan: dict, overrides: dict, name: str, entry: dict) -> dict:
+    """All options of a run or model of the plan; later ones win."""
+    entry = dict(entry)
+    with errors_about(name):
+        entry_recipe = recipe(entry.pop("recipe", None))
+        settings = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
+        if isinstance(settings.get("model.config"), str):  # the results keep what was trained
+            settings["model.config"] = with_content(settings["model.config"])
+    return settings
 
 
 def check_plan(plan: dict) -> None:
@@ -232,12 +258,28 @@ def check_times(plan: dict, entries: dict[str, dict]) -> None:
         raise UserError(f"the plan has a time twice: {problem}; give another sweep_share")
 
 
-def check_names(runs: list[Run]) -> None:
-    """Raises UserError for runs or models whose results or directories would be the same."""
+def check_only(only: list[str], names: set[str]) -> None:
+    """Raises UserError for names of the command line that the plan does not have."""
+    if unknown := sorted({*only} - names):
+        allowed = shlex.join(sorted(names))
+        raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
+
+
+def check_runs(runs: list[Run], seeds: list[int]) -> None:
+    """Raises UserError for options that are not allowed, for a seed that would train twice, and for
+    runs whose results or directories would be the same.
+    """
+    for run in runs:
+        if (seed := run.settings.get("seed", RunConfig.seed)) in seeds:
+            raise UserError(f"{run.name}: seed {seed} is its first seed already; give other seeds")
+    runs = [*runs, *(run.with_seed(seed) for run in runs for seed in seeds)]
     folders = Counter(run.folder for run in runs)
     if same := [run.name for run in runs if folders[run.folder] > 1]:
         problem = f"{' and '.join(map(repr, same[:2]))} would share results"
         raise UserError(f"the plan has models of one name: {problem}; give them other names")
+    for run in runs:
+        with errors_about(run.name):
+            run.config(f"name={run.folder}")
 
 
 def recipe(file: str | None) -> dict:
@@ -251,24 +293,29 @@ def recipe(file: str | None) -> dict:
     return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
-def check_settings(run: Run, results: dict, has_rates: bool) -> None:
-    """Raises UserError if the results have this run, or runs of this model, with other options.
-    has_rates: whether the plan gives models others than their own.
+def check_options(runs: list[Run], models: list[Model], results: dict, has_rates: bool) -> None:
+    """Raises UserError if the results have one of these runs, or a run of a model, with other
+    options. has_rates: whether the plan gives models others than their own.
     """
-    for name, row in results.items():
-        recorded = row["settings"]
-        planned = run.settings
-        if run.identity and run.identity == {key: row.get(key) for key in run.identity}:
-            # What differs between the runs of one model.
-            rate = recorded.get("optim.lr", run.rate) if has_rates else run.rate
-            planned = run.timed(1, rate, recorded.get("train.steps", 1)).settings
-            planned |= {k: recorded[k] for k in ("seed", "train.init_from") if k in recorded}
-        elif name != run.name:
-            continue
-        if difference := difference_of(recorded, planned):
-            allowed = "give those options, or another --output"
-            problem = f"the results have {name!r} with other options: {difference}"
-            raise UserError(f"{problem}; {allowed}")
+    for run in runs:
+        if run.name in results:
+            check_same(run.name, results[run.name]["settings"], run.settings)
+    for model in models:
+        for name, row in results.items():
+            if model.has(row):
+                recorded = row["settings"]
+                # What differs between the runs of one model.
+                rate = recorded.get("optim.lr", model.rate) if has_rates else model.rate
+                run = model.timed(1, rate, recorded.get("train.steps", 1))
+                between = {k: recorded[k] for k in ("seed", "train.init_from") if k in recorded}
+                check_same(name, recorded, run.settings | between)
+
+
+def check_same(name: str, recorded: dict, planned: dict) -> None:
+    """Raises UserError if a run of the results had other options than it has now."""
+    if difference := difference_of(recorded, planned):
+        problem = f"the results have {name!r} with other options: {difference}"
+        raise UserError(f"{problem}; give those options, or another --output")
 
 
 def difference_of(recorded: dict, planned: dict) -> str:
@@ -287,9 +334,9 @@ def data_options(settings: dict) -> dict:
     return {k: settings[k] for k in settings if k.startswith(read) and k not in left_out}
 
 
-def check_data(runs: list[Run], results: dict) -> None:
+def check_data(settings: list[dict], results: dict) -> None:
     """Raises UserError if all runs have the same data, but the results have a run of other data."""
-    first, *later = (data_options(run.settings) for run in runs)
+    first, *later = map(data_options, settings)
     if any(options != first for options in later):
         return
     for name, row in results.items():
@@ -305,23 +352,23 @@ def job_of_run(run: Run, seeds: list[int]) -> Job:
         yield run.with_seed(seed)
 
 
-def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], results: dict) -> Job:
+def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], results: dict) -> Job:
     """All runs of the chosen sizes of a kind, and longer ones of the best of all sizes."""
     for model in chosen:
         yield from runs_of_model(plan, model)
     for seconds in plan.get("seconds_of_best", []):
-        if best := best_size(results, models[0].identity["kind"], plan["seconds"]):
-            model = next(model for model in models if model.identity["size"] == best["size"])
+        if best := best_size(results, models[0].kind, plan["seconds"]):
+            model = next(model for model in models if model.size == best["size"])
             model = yield from pretrained(plan, model)
             yield from longer_runs(plan, model, seconds, [best])
 
 
-def pretrained(plan: dict, model: Run, seed: int | None = None) -> Generator[Run, dict, Run]:
+def pretrained(plan: dict, model: Model, seed: int | None = None) -> Generator[Run, dict, Model]:
     """The model as it starts: where the plan has `pretraining`, from the weights of such a run."""
     if "pretraining" not in plan:
         return model
     first = first_of(plan, model)
-    speed = yield first.timed(0, first.rate, first.measuring_steps)
+    speed = yield first.speed_run(first.rate)
     run = first.timed(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
     if seed is not None:
         run = run.with_seed(seed)
@@ -329,24 +376,23 @@ def pretrained(plan: dict, model: Run, seed: int | None = None) -> Generator[Run
     return replace(model, settings=model.settings | {"train.init_from": row["checkpoint"]})
 
 
-def first_of(plan: dict, model: Run) -> Run:
+def first_of(plan: dict, model: Model) -> Model:
     """The pretraining of a model."""
-    identity = model.identity | {"kind": f"{model.identity['kind']}, pretraining"}
     settings = model.settings | {"train.init_from": ""} | plan["pretraining"]
-    return Run(" ".join(identity.values()).strip(), settings, identity)
+    return Model(f"{model.kind}, pretraining", model.size, settings, (plan["seconds"],))
 
 
-def runs_of_model(plan: dict, model: Run) -> Job:
+def runs_of_model(plan: dict, model: Model) -> Job:
     """A run that measures the speed; for each budget those of all rates, and the longer ones."""
     model = yield from pretrained(plan, model)
     for budget in model.budgets:
         yield from runs_of_budget(plan, model, budget)
 
 
-def runs_of_budget(plan: dict, model: Run, seconds: float) -> Job:
+def runs_of_budget(plan: dict, model: Model, seconds: float) -> Job:
     rates = plan.get("rates")
     lowest = min(rates or [model.rate])
-    speed = yield model.timed(0, lowest, model.measuring_steps)
+    speed = yield model.speed_run(lowest)
     shorter = [speed]
     if rates and "failure" not in speed:
         share = plan["sweep_share"]
@@ -361,7 +407,7 @@ def runs_of_budget(plan: dict, model: Run, seconds: float) -> Job:
     yield from longer_runs(plan, model, seconds, good)
 
 
-def longer_runs(plan: dict, model: Run, seconds: float, shorter: list[dict]) -> Job:
+def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -> Job:
     """A model at the best rate of shorter runs and at the next lower one, which more steps may
     want; then with the other seeds at the better of these two.
     """

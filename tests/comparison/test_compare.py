@@ -21,7 +21,7 @@ from mixer.common.files import results_locked
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison import study
-from mixer.comparison.plan import Run, jobs_of
+from mixer.comparison.plan import Model, Run, jobs_of
 from mixer.comparison.side_by_side import plan_of
 from mixer.data.config import FILE_SOURCES
 
@@ -513,8 +513,7 @@ def test_results_that_were_cut_are_refused(row, said, tmp_path):
 
 def test_a_comparison_for_a_time_that_goes_on_at_another_rate_is_refused():
     plan = KINDS | {"common": {"optim.lr": 1e-3}}
-    model = Run("a 512", plan["common"], {"kind": "a", "size": "512"})
-    run = model.timed(1.0, 1e-3, 5)
+    run = Model("a", "512", plan["common"], (1.0,)).timed(1.0, 1e-3, 5)
     results = {run.name: ROW | run.identity | {"settings": run.settings}}
     jobs_of(plan, {}, [], results)
     with pytest.raises(UserError, match="the results have 'a 512, 1 s.*optim.lr 0.001, not 0.002"):
