@@ -354,25 +354,42 @@ def job_of_run(run: Run, seeds: list[int]) -> Job:
 
 def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], results: dict) -> Job:
     """All runs of the chosen sizes of a kind, and longer ones of the best of all sizes."""
+    problems = []
     for model in chosen:
-        yield from runs_of_model(plan, model)
+        try:
+            yield from runs_of_model(plan, model)
+        except UserError as error:  # the other sizes go on
+            problems.append(str(error))
     for seconds in plan.get("seconds_of_best", []):
         if best := best_size(results, models[0].kind, plan["seconds"]):
             model = next(model for model in models if model.size == best["size"])
             model = yield from pretrained(plan, model)
             yield from longer_runs(plan, model, seconds, [best])
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def needed(run: Run) -> Generator[Run, dict, dict]:
+    """The row of a run that others need. Raises UserError if it has diverged."""
+    row = yield run
+    if "failure" in row:
+        problem = f"{run.name}: diverged at {row['lr']:g}, and others need it"
+        raise UserError(f"{problem}; lower optim.lr or the plan's rates, and give another --output")
+    return row
 
 
 def pretrained(plan: dict, model: Model, seed: int | None = None) -> Generator[Run, dict, Model]:
-    """The model as it starts: where the plan has `pretraining`, from the weights of such a run."""
+    """The model as it starts: where the plan has `pretraining`, from the weights of such a run.
+    Raises UserError if that has diverged.
+    """
     if "pretraining" not in plan:
         return model
     first = first_of(plan, model)
-    speed = yield first.speed_run(first.rate)
+    speed = yield from needed(first.speed_run(first.rate))
     run = first.timed(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
     if seed is not None:
         run = run.with_seed(seed)
-    row = yield replace(run, keeps_checkpoint=True)
+    row = yield from needed(replace(run, keeps_checkpoint=True))
     return replace(model, settings=model.settings | {"train.init_from": row["checkpoint"]})
 
 
@@ -392,9 +409,9 @@ def runs_of_model(plan: dict, model: Model) -> Job:
 def runs_of_budget(plan: dict, model: Model, seconds: float) -> Job:
     rates = plan.get("rates")
     lowest = min(rates or [model.rate])
-    speed = yield model.speed_run(lowest)
+    speed = yield from needed(model.speed_run(lowest))
     shorter = [speed]
-    if rates and "failure" not in speed:
+    if rates:
         share = plan["sweep_share"]
         steps = max(1, round(share * steps_in(seconds, speed)))
         shorter = []
@@ -421,7 +438,10 @@ def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -
         losses[rate] = row.get("validation_loss", float("inf"))
     for seed in plan.get("seeds", []):
         better = min(losses, key=losses.__getitem__)
-        again = yield from pretrained(plan, model, seed)
+        try:
+            again = yield from pretrained(plan, model, seed)
+        except UserError:  # the report has it, and other seeds go on
+            continue
         run = again.timed(seconds, better, steps).with_seed(seed)
         yield replace(run, keeps_checkpoint=keeps)
 

@@ -51,7 +51,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
         row["parameters"] = model.num_parameters()
         if (flops := useful_flops(model, config)) is not None:
             row["useful_tflops"] = flops * row["tokens_per_second"] / 1e12
-    if run.keeps_checkpoint:
+    if run.keeps_checkpoint and "failure" not in row:
         row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
     else:
         shutil.rmtree(config.directory)

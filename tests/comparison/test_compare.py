@@ -259,6 +259,19 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     assert len(kept) == 2 + len(longer) and all(Path(row["checkpoint"]).is_dir() for row in longer)
 
 
+def test_a_pretraining_that_diverges_ends_its_model_alone_and_the_report_says_why(train, tmp_path):
+    plan = {"seconds": 0.2, "pretraining": {"train.eval_samples": 8}}
+    command = train(plan | {"kinds": {"mixer": {"bad": {"optim.lr": 1e18}, "good": {}}}})
+    printed = run_python(*command, output=tmp_path / "printed", status=2)
+    runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
+    speed = "mixer, pretraining bad, speed"
+    assert f"error: {speed}: diverged at 1e+18, and others need it" in printed
+    assert "not finite" in runs[speed]["failure"]
+    assert " ".join(f"{speed}: {runs[speed]['failure']}".split()) in " ".join(text.split())
+    assert [row["size"] for row in runs.values()] == ["bad", *4 * ["good"]]
+    assert f"{runs['mixer good, 0.2 s, lr 0.002']['validation_loss']:.4f}" in text
+
+
 def test_what_trains_ends_with_the_command_and_meanwhile_no_other_one_adds_to_its_results(
     train, tmp_path, monkeypatch
 ):
@@ -415,6 +428,40 @@ def test_a_seed_is_not_trained_twice():
     with pytest.raises(UserError, match="^a: seed 1 is its first seed already"):
         jobs_of(plan, {"seed": 1}, [], {})
     assert len(jobs_of(plan, {}, [], {})) == 1
+
+
+def train_all(job, results: dict, measure) -> None:
+    """Does a job as a study does; `measure` says what a run adds to its row."""
+    run = next(job)
+    while True:
+        if run.name not in results:
+            results[run.name] = run.identity | {"settings": run.settings} | measure(run)
+        try:
+            run = job.send(results[run.name])
+        except StopIteration:
+            return
+
+
+SPEED = {"tokens_per_second": 100.0, "training_tokens": 10**6, "tokens_a_step": 10}
+
+
+def test_nothing_starts_from_a_pretraining_that_diverged():
+    plan = KINDS | {"common": {"optim.lr": 1e-3}, "pretraining": {}, "seeds": [1, 2]}
+    diverging = "a, pretraining 512, 1 s, lr 0.001, seed 1"
+
+    def measure(run: Run) -> dict:
+        if run.name == diverging:
+            return {"failure": "not finite"}
+        return SPEED | {"validation_loss": 1.0, "checkpoint": "weights"}
+
+    results = {}
+    train_all(*jobs_of(plan, {}, [], results), results, measure)
+    seeds = [row.get("seed") for row in results.values() if row["kind"] == "a" and row["budget"]]
+    assert seeds == [None, 2]
+    diverging, results = "a, pretraining 512, 1 s, lr 0.001", {}
+    with pytest.raises(UserError, match=f"^{diverging}: diverged at 0.001"):
+        train_all(*jobs_of(plan, {}, [], results), results, measure)
+    assert list(results) == ["a, pretraining 512, speed", diverging]
 
 
 def test_a_rate_of_zero_is_trained_as_zero():
