@@ -147,7 +147,9 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     check_only(only, {entry.name for entry in [*runs, *models]} | plan.get("kinds", {}).keys())
     seeds = plan.get("seeds", [])
     check_runs([*runs, *(model.untimed() for model in [*models, *firsts])], seeds)
-    check_options(runs, models, results, has_rates="rates" in plan)
+    check_run_options(runs, results)
+    check_model_options(models, results, has_rates="rates" in plan)
+    check_model_options(firsts, results, has_rates=False)
     check_data([entry.settings for entry in [*runs, *models, *firsts]], results)
     jobs = [job_of_run(run, seeds) for run in runs if not only or run.name in only]
     for kind_name in plan.get("kinds", {}):
@@ -293,13 +295,17 @@ def recipe(file: str | None) -> dict:
     return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
-def check_options(runs: list[Run], models: list[Model], results: dict, has_rates: bool) -> None:
-    """Raises UserError if the results have one of these runs, or a run of a model, with other
-    options. has_rates: whether the plan gives models others than their own.
-    """
+def check_run_options(runs: list[Run], results: dict) -> None:
+    """Raises UserError if the results have one of these runs with other options."""
     for run in runs:
         if run.name in results:
             check_same(run.name, results[run.name]["settings"], run.settings)
+
+
+def check_model_options(models: list[Model], results: dict, has_rates: bool) -> None:
+    """Raises UserError if the results have runs of these models with other options. has_rates:
+    whether the plan gives them others than their own.
+    """
     for model in models:
         for name, row in results.items():
             if model.has(row):

@@ -430,6 +430,15 @@ def test_a_seed_is_not_trained_twice():
     assert len(jobs_of(plan, {}, [], {})) == 1
 
 
+def test_a_plan_that_goes_on_with_another_pretraining_is_refused():
+    plan = KINDS | {"pretraining": {"optim.lr": 1e-3}}
+    speed = next(jobs_of(plan, {}, [], {})[0])
+    results = {speed.name: ROW | speed.identity | {"settings": speed.settings}}
+    jobs_of(plan, {}, [], results)
+    with pytest.raises(UserError, match="'a, pretraining 512, speed' with .*: optim.lr 0.001, not"):
+        jobs_of(plan | {"pretraining": {"optim.lr": 2e-3}}, {}, [], results)
+
+
 def train_all(job, results: dict, measure) -> None:
     """Does a job as a study does; `measure` says what a run adds to its row."""
     run = next(job)
