@@ -165,8 +165,7 @@ class RunConfig:
     def directory(self) -> Path:
         return as_path(self.output_dir) / self.name
 
-    @property
-    def objective(self) -> "Objective":
+    def build_objective(self) -> "Objective":
         from mixer.objectives.objective import objective_of  # which takes seconds
 
         return objective_of(self.train, self.data, self.model.max_position_embeddings)

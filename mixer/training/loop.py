@@ -76,7 +76,7 @@ class TrainingLoop:
 
     def __init__(self, run: RunConfig, data: Data, state: State, world: World):
         self.run = run
-        self.objective = run.objective
+        self.objective = run.build_objective()
         self.data = data
         self.state = state
         self.world = world
@@ -161,7 +161,7 @@ class TrainingLoop:
             self.stop.close()
         if self.metrics:
             self.metrics.close()
-        self.world.say(closing(self.run, counters.step, stopped))
+        self.world.say(closing(self, stopped))
         return self.model
 
     def step(self) -> None:
@@ -334,17 +334,19 @@ def banner(loop: TrainingLoop, memory_gb: float) -> str:
     return "\n".join(lines)
 
 
-def closing(run: RunConfig, step: int, stopped: bool) -> str:
+def closing(loop: TrainingLoop, stopped: bool) -> str:
     """A run's last lines: what there is, and what can be done with it."""
+    run = loop.run
     if stopped:
+        step = loop.counters.step
         return f"stopped by a signal after step {step}. The same command continues from there"
     candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
     checkpoints = [path for path in candidates if path.is_dir()]
     commands = [["curves", str(run.directory)]]
     if checkpoints:
-        evaluate = ["eval", "--checkpoint", str(checkpoints[0]), *run.objective.eval_arguments()]
+        evaluate = ["eval", "--checkpoint", str(checkpoints[0]), *loop.objective.eval_arguments()]
         commands.insert(0, evaluate)
-        if run.objective.writes_text:
+        if loop.objective.writes_text:
             commands.insert(1, ["generate", "--checkpoint", str(checkpoints[0])])
     lines = [f"{run.directory} is done. Next:"]
     lines += [f"  mixer {shlex.join(command)}" for command in commands]

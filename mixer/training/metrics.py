@@ -31,7 +31,7 @@ def useful_flops(model: PreTrainedModel, run: RunConfig) -> float | None:
     """
     output = model.get_output_embeddings()
     assert output is not None
-    unread = output.weight.numel() * (not run.objective.reads_logits)
+    unread = output.weight.numel() * (not run.build_objective().reads_logits)
     flops = flops_per_token(model, run.model.max_position_embeddings)
     return None if flops is None else flops["useful"] - 6.0 * unread
 
