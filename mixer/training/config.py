@@ -296,7 +296,7 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
         near += difflib.get_close_matches(key, OPTIONS, 1)
         hint = f"did you mean {near[0]}?" if near else "allowed keys: mixer train --help"
         return f"unknown key {key} = {value!r}; {hint}"
-    choices = OPTIONS[key].metadata.get("choices", ())
+    choices = OPTIONS[key].metadata["choices"]
     if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")
