@@ -181,12 +181,12 @@ def race(runs: dict[str, dict]) -> str:
 
 def blocks(settings: dict) -> str:
     """How many blocks have attention or keyed mixing, of how many."""
-    architecture = settings.get("model.architecture", "mixer")
+    architecture = settings.get("model.architecture", "masked_mixer")
     if architecture == "auto":
         layers = settings["model.config"]["layer_types"]
         return f"{layers.count('full_attention')} of {len(layers)}"
     total = settings["model.num_hidden_layers"]
-    if architecture != "mixer":
+    if architecture != "masked_mixer":
         return f"{total} of {total}"
     if not settings.get("model.mixer_key_size"):
         return f"none of {total}"
@@ -198,7 +198,7 @@ def blocks(settings: dict) -> str:
 
 def window(settings: dict) -> str:
     """How many lags the mixing weights between have."""
-    if settings.get("model.architecture", "mixer") != "mixer":
+    if settings.get("model.architecture", "masked_mixer") != "masked_mixer":
         return "-"
     context = settings["model.max_position_embeddings"]
     return str(settings.get("model.mixing_window") or context)
