@@ -64,7 +64,7 @@ TABLES = {
     },
     "Code, 60 s": {
         "code: Qwen3-style transformer": ("minute_code_512_h200", TRANSFORMER),
-        "code: the same on another host": (
+        "code: Qwen3-style transformer, another host": (
             "today_code_512_h200",
             "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
         ),
@@ -77,14 +77,16 @@ TABLES = {
             "today_code_512_h200",
             "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
         ),
+        "code: LFM2-style, another host": ("families_code_512_h200", "LFM2-style"),
     },
     "Books at 2048 tokens, 60 s": {
         "context 2048: Qwen3-style transformer": ("minute_2048_h200", TRANSFORMER),
-        "context 2048: the same on another host": (
+        "context 2048: Qwen3-style transformer, another host": (
             "today_2048_h200",
             "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
         ),
         "context 2048: mixing in the MLP + attention": ("minute_2048_h200", WIDE),
+        "context 2048: LFM2-style, another host": ("families_2048_h200", "LFM2-style"),
     },
 }
 HEAD = ["model", "blocks with attention", "window", "parameters, M", "tokens, M", "seconds", "loss"]
@@ -179,12 +181,12 @@ def race(runs: dict[str, dict]) -> str:
 
 def blocks(settings: dict) -> str:
     """How many blocks have attention or keyed mixing, of how many."""
-    architecture = settings.get("model.architecture", "mixer")
+    architecture = settings.get("model.architecture", "masked_mixer")
     if architecture == "auto":
         layers = settings["model.config"]["layer_types"]
         return f"{layers.count('full_attention')} of {len(layers)}"
     total = settings["model.num_hidden_layers"]
-    if architecture != "mixer":
+    if architecture != "masked_mixer":
         return f"{total} of {total}"
     if not settings.get("model.mixer_key_size"):
         return f"none of {total}"
@@ -196,7 +198,7 @@ def blocks(settings: dict) -> str:
 
 def window(settings: dict) -> str:
     """How many lags the mixing weights between have."""
-    if settings.get("model.architecture", "mixer") != "mixer":
+    if settings.get("model.architecture", "masked_mixer") != "masked_mixer":
         return "-"
     context = settings["model.max_position_embeddings"]
     return str(settings.get("model.mixing_window") or context)

@@ -31,7 +31,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
         shutil.rmtree(config.directory)
-    data = config.objective.open_data()
+    data = config.build_objective().open_data()
     text = [split.tokens_sha256 for split in data.manifest.splits.values()]
     if recorded not in (None, text):
         problem = f"{config.data.directory or config.data.source} has other tokens than the results"
