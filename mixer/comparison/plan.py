@@ -8,7 +8,8 @@ A plan has `common`, the options of all runs by section.key, and either
   trains for a few steps, which measures its speed; at each of `rates`, for `sweep_share` of the
   steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
   lower one. A size may have several such times of its own, `seconds: [20, 60]`. Then the best size
-  of a kind trains for each of `seconds_of_best`, again at its rate and at the next lower one.
+  of a kind trains for each of `seconds_of_best`, again at its rate and at the next lower one. All
+  runs of a time have the same steps; those of a later one follow the model's fastest run so far.
   Without `rates` each model keeps its own. `pretraining` has the options of a run that comes
   first, for `seconds`, at each model's own rate; all others start from its weights.
 
@@ -137,8 +138,9 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     """The jobs of the runs, kinds or models that `only` names, or of all.
 
     overrides: options of the command line, by section.key. results: the rows of the runs that have
-    ended, by name. Raises UserError for values and options that are not allowed, for names that
-    would be mixed up, and for options other than those of a run in the results.
+    ended, by name, with those that the jobs receive. Raises UserError for values and options that
+    are not allowed, for names that would be mixed up, and for options other than those of a run in
+    the results.
     """
     check_plan(plan)
     runs = runs_of(plan, overrides)
@@ -363,36 +365,41 @@ def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], results: d
     problems = []
     for model in chosen:
         try:
-            yield from runs_of_model(plan, model)
+            yield from runs_of_model(plan, model, results)
         except UserError as error:  # the other sizes go on
             problems.append(str(error))
     for seconds in plan.get("seconds_of_best", []):
         if best := best_size(results, models[0].kind, plan["seconds"]):
             model = next(model for model in models if model.size == best["size"])
-            model = yield from pretrained(plan, model)
-            yield from longer_runs(plan, model, seconds, [best])
+            model = yield from pretrained(plan, model, results)
+            yield from longer_runs(plan, model, seconds, best["lr"], results)
     if problems:
         raise UserError("\n".join(problems))
 
 
-def needed(run: Run) -> Generator[Run, dict, dict]:
-    """The row of a run that others need. Raises UserError if it has diverged."""
-    row = yield run
-    if "failure" in row:
-        problem = f"{run.name}: diverged at {row['lr']:g}, and others need it"
-        raise UserError(f"{problem}; lower optim.lr or the plan's rates, and give another --output")
-    return row
+def runs_of_model(plan: dict, model: Model, results: dict) -> Job:
+    """A run that measures the speed; for each budget those of all rates, and the longer ones."""
+    model = yield from pretrained(plan, model, results)
+    yield from needed(model.speed_run(min(plan.get("rates", [model.rate]))))
+    for budget in model.budgets:
+        rate = model.rate
+        if "rates" in plan:
+            rate = yield from best_rate(plan, model, budget, results)
+        yield from longer_runs(plan, model, budget, rate, results)
 
 
-def pretrained(plan: dict, model: Model, seed: int | None = None) -> Generator[Run, dict, Model]:
+def pretrained(
+    plan: dict, model: Model, results: dict, seed: int | None = None
+) -> Generator[Run, dict, Model]:
     """The model as it starts: where the plan has `pretraining`, from the weights of such a run.
     Raises UserError if that has diverged.
     """
     if "pretraining" not in plan:
         return model
     first = first_of(plan, model)
-    speed = yield from needed(first.speed_run(first.rate))
-    run = first.timed(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
+    yield from needed(first.speed_run(first.rate))
+    steps = steps_of(first, plan["seconds"], results)
+    run = first.timed(plan["seconds"], first.rate, steps)
     if seed is not None:
         run = run.with_seed(seed)
     row = yield from needed(replace(run, keeps_checkpoint=True))
@@ -405,38 +412,38 @@ def first_of(plan: dict, model: Model) -> Model:
     return Model(f"{model.kind}, pretraining", model.size, settings, (plan["seconds"],))
 
 
-def runs_of_model(plan: dict, model: Model) -> Job:
-    """A run that measures the speed; for each budget those of all rates, and the longer ones."""
-    model = yield from pretrained(plan, model)
-    for budget in model.budgets:
-        yield from runs_of_budget(plan, model, budget)
+def needed(run: Run) -> Generator[Run, dict, dict]:
+    """The row of a run that others need. Raises UserError if it has diverged."""
+    row = yield run
+    if "failure" in row:
+        problem = f"{run.name}: diverged at {row['lr']:g}, and others need it"
+        raise UserError(f"{problem}; lower optim.lr or the plan's rates, and give another --output")
+    return row
 
 
-def runs_of_budget(plan: dict, model: Model, seconds: float) -> Job:
-    rates = plan.get("rates")
-    lowest = min(rates or [model.rate])
-    speed = yield from needed(model.speed_run(lowest))
-    shorter = [speed]
-    if rates:
-        share = plan["sweep_share"]
-        steps = max(1, round(share * steps_in(seconds, speed)))
-        shorter = []
-        for rate in rates:
-            row = yield model.timed(share * seconds, rate, steps)
-            shorter.append(row)
-    good = [row for row in shorter if "failure" not in row]
-    if not good:
+def best_rate(
+    plan: dict, model: Model, seconds: float, results: dict
+) -> Generator[Run, dict, float]:
+    """That of the lowest loss after a share of the steps. Raises UserError if all runs diverge."""
+    share = plan["sweep_share"]
+    steps = steps_of(model, seconds, results, share)
+    losses = {}
+    for rate in plan["rates"]:
+        row = yield model.timed(share * seconds, rate, steps)
+        if "failure" not in row:
+            losses[rate] = row["validation_loss"]
+    if not losses:
+        lowest = min(plan["rates"])
         raise UserError(f"{model.name}: diverges even at {lowest:g}; add lower rates")
-    yield from longer_runs(plan, model, seconds, good)
+    return min(losses, key=losses.__getitem__)
 
 
-def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -> Job:
+def longer_runs(plan: dict, model: Model, seconds: float, best: float, results: dict) -> Job:
     """A model at the best rate of shorter runs and at the next lower one, which more steps may
     want; then with the other seeds at the better of these two.
     """
-    best = min(shorter, key=lambda row: row["validation_loss"])
-    steps = steps_in(seconds, max(shorter, key=lambda row: row["tokens_per_second"]))
-    rates = sorted(rate for rate in plan.get("rates", [best["lr"]]) if rate <= best["lr"])[-2:]
+    steps = steps_of(model, seconds, results)
+    rates = sorted(rate for rate in plan.get("rates", [best]) if rate <= best)[-2:]
     keeps = plan.get("keep_checkpoints", False)
     losses = {}
     for rate in reversed(rates):
@@ -445,15 +452,24 @@ def longer_runs(plan: dict, model: Model, seconds: float, shorter: list[dict]) -
     for seed in plan.get("seeds", []):
         better = min(losses, key=losses.__getitem__)
         try:
-            again = yield from pretrained(plan, model, seed)
+            again = yield from pretrained(plan, model, results, seed)
         except UserError:  # the report has it, and other seeds go on
             continue
         run = again.timed(seconds, better, steps).with_seed(seed)
         yield replace(run, keeps_checkpoint=keeps)
 
 
-def steps_in(seconds: float, measured: dict) -> int:
-    """The steps that a model was measured to do in a time, at most MOST_EPOCHS of its text."""
-    most = MOST_EPOCHS * measured["training_tokens"]
-    tokens = min(seconds * measured["tokens_per_second"], most)
-    return max(1, int(tokens / measured["tokens_a_step"]))
+def steps_of(model: Model, seconds: float, results: dict, share: float = 1.0) -> int:
+    """The steps of a model's runs for a share of a time: as many as the first of these had, or else
+    as many as fit by the model's fastest run so far. The run that measures the speed counts only
+    where no other has ended: it is short, and what starts on the same machine meanwhile slows it.
+    """
+    rows = [row for row in results.values() if model.has(row)]
+    for row in rows:
+        if row["budget"] == share * seconds:
+            return row["settings"]["train.steps"]
+    with_speed = [row for row in rows if "failure" not in row]
+    longer = [row for row in with_speed if row["budget"]]
+    fastest = max(longer or with_speed, key=lambda row: row["tokens_per_second"])
+    tokens = min(seconds * fastest["tokens_per_second"], MOST_EPOCHS * fastest["training_tokens"])
+    return max(1, round(share * max(1, int(tokens / fastest["tokens_a_step"]))))

@@ -209,6 +209,7 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
         [row for row in runs.values() if row["budget"] == budget] for budget in (0.2, 0.4, 1.5)
     )
     for rows, shorter, seconds in ((final, swept, 0.4), (long, final, 1.5)):
+        earlier = [row for row in runs.values() if 0 < row["budget"] < seconds]
         *rows, seeded = rows
         assert seeded["seed"] == 7 and seeded["settings"]["seed"] == 7
         assert seeded["lr"] == min(rows, key=lambda row: row["validation_loss"])["lr"]
@@ -216,8 +217,8 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
         best = min(good, key=lambda row: row["validation_loss"])
         # the best rate of shorter runs, and the next lower one
         assert [row["lr"] for row in rows] == [lr for lr in (6e-3, 3e-3) if lr <= best["lr"]]
-        by = max(good, key=lambda row: row["tokens_per_second"]) if rows[0] in final else best
-        tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
+        fastest = max(row["tokens_per_second"] for row in earlier if "failure" not in row)
+        tokens = min(seconds * fastest, 4 * best["training_tokens"])
         for row in [*rows, seeded]:
             assert row["tokens"] == pytest.approx(tokens, abs=256)
     assert "not finite" in runs["flat mixer 16, 0.2 s, lr 1e+18"]["failure"]
@@ -471,6 +472,24 @@ def test_nothing_starts_from_a_pretraining_that_diverged():
     with pytest.raises(UserError, match=f"^{diverging}: diverged at 0.001"):
         train_all(*jobs_of(plan, {}, [], results), results, measure)
     assert list(results) == ["a, pretraining 512, speed", diverging]
+
+
+def test_steps_follow_a_models_fastest_run_so_far_and_are_the_same_in_all_runs_of_a_time():
+    """The run that measures the speed is short, and slowed by what starts beside it."""
+    plan = KINDS | {"common": {"optim.lr": 1e-3}, "kinds": {"a": {512: {"seconds": [10, 20]}}}}
+    names = ["a 512, speed", "a 512, 10 s, lr 0.001", "a 512, 20 s, lr 0.001"]
+    speeds = dict(zip(names, [100.0, 150.0, 140.0], strict=True))
+
+    def measure(run: Run) -> dict:
+        return SPEED | {"validation_loss": 1.0, "tokens_per_second": speeds.get(run.name, 300.0)}
+
+    results = {}
+    train_all(*jobs_of(plan, {}, [], results), results, measure)
+    assert [results[name]["settings"]["train.steps"] for name in names] == [40, 100, 300]
+    # The study goes on with another seed, whose runs are faster.
+    train_all(*jobs_of(plan | {"seeds": [1]}, {}, [], results), results, measure)
+    seeded = [results[f"{name}, seed 1"] for name in names[1:]]
+    assert [row["settings"]["train.steps"] for row in seeded] == [100, 300]
 
 
 def test_a_rate_of_zero_is_trained_as_zero():
