@@ -314,11 +314,10 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     def iterate(name):
         yield Run(name, {})
 
-    monkeypatch.setattr(study, "visible_gpus", lambda: ["3", "GPU-5"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")  # the study sets it for each run
     monkeypatch.setattr(study, "report_run", report_lane)
     written = []
     monkeypatch.setattr(study, "write_report", lambda *_: written.append("report"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the study sets it
     whole = study.Study(tmp_path / "a", {}, "first", "")
     said = "^b: its process was stopped; the same command continues\ne: no space left on device$"
     with pytest.raises(UserError, match=said):
@@ -362,6 +361,8 @@ def test_gpus_that_are_named_are_not_counted_which_may_take_cuda_from_forks(monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     assert study.visible_gpus() == ["MIG-a", "MIG-b"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")  # two runs share it
+    assert study.visible_gpus() == ["0", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert study.visible_gpus() == [""]
 
