@@ -195,6 +195,17 @@ def settings_of(plan: dict, overrides: dict, name: str, entry: dict) -> dict:
     return settings
 
 
+def recipe(file: str | None) -> dict:
+    """The options of the configuration that a plan or a run names as its recipe."""
+    if file is None:
+        return {}
+    values = dict(flatten(read_yaml(as_path(file))))
+    options = {key: value for key, value in values.items() if key.startswith("optim.")}
+    if not options:
+        raise UserError(f"recipe: {file} has no section optim; give a configuration that has one")
+    return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
+
+
 def check_plan(plan: dict) -> None:
     """Raises UserError for a plan that lacks something, and names what is of another kind."""
     if problem := shape_problem(plan, PLAN_SHAPE, "the plan"):
@@ -284,17 +295,6 @@ def check_runs(runs: list[Run], seeds: list[int]) -> None:
     for run in runs:
         with errors_about(run.name):
             run.config(f"name={run.folder}")
-
-
-def recipe(file: str | None) -> dict:
-    """The options of the configuration that a plan or a run names as its recipe."""
-    if file is None:
-        return {}
-    values = dict(flatten(read_yaml(as_path(file))))
-    options = {key: value for key, value in values.items() if key.startswith("optim.")}
-    if not options:
-        raise UserError(f"recipe: {file} has no section optim; give a configuration that has one")
-    return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
 def check_run_options(runs: list[Run], results: dict) -> None:
