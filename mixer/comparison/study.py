@@ -173,17 +173,17 @@ class Study:
             log = self.log_of(running.run)
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
             line = lines[-1] if lines else running.line
-            now = time.monotonic()
+            seconds = time.monotonic()
             if line != running.line:
                 running.line = line
-                running.line_began = now
+                running.line_began = seconds
                 print(f"{running.run.name}: {line}", flush=True)
-            elif now - running.line_printed > progress.SECONDS:
-                age = f"{now - running.line_began:.0f} s ago"
+            elif seconds - running.line_printed > progress.SECONDS:
+                age = f"{seconds - running.line_began:.0f} s ago"
                 print(f"{running.run.name}: {line} ({age})", flush=True)
             else:
                 continue
-            running.line_printed = now
+            running.line_printed = seconds
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
         """The row of a process that has ended, if its run has: it is in the results now."""

@@ -441,8 +441,9 @@ def test_a_plan_that_goes_on_with_another_pretraining_is_refused():
         jobs_of(plan | {"pretraining": {"optim.lr": 2e-3}}, {}, [], results)
 
 
-def train_all(job, results: dict, measure) -> None:
-    """Does a job as a study does; `measure` says what a run adds to its row."""
+def train_all(plan: dict, results: dict, measure) -> None:
+    """Does the only job of a plan as a study does; `measure` says what a run adds to its row."""
+    (job,) = jobs_of(plan, {}, [], results)
     run = next(job)
     while True:
         if run.name not in results:
@@ -466,12 +467,12 @@ def test_nothing_starts_from_a_pretraining_that_diverged():
         return SPEED | {"validation_loss": 1.0, "checkpoint": "weights"}
 
     results = {}
-    train_all(*jobs_of(plan, {}, [], results), results, measure)
+    train_all(plan, results, measure)
     seeds = [row.get("seed") for row in results.values() if row["kind"] == "a" and row["budget"]]
     assert seeds == [None, 2]
     diverging, results = "a, pretraining 512, 1 s, lr 0.001", {}
     with pytest.raises(UserError, match=f"^{diverging}: diverged at 0.001"):
-        train_all(*jobs_of(plan, {}, [], results), results, measure)
+        train_all(plan, results, measure)
     assert list(results) == ["a, pretraining 512, speed", diverging]
 
 
@@ -485,10 +486,10 @@ def test_steps_follow_a_models_fastest_run_so_far_and_are_the_same_in_all_runs_o
         return SPEED | {"validation_loss": 1.0, "tokens_per_second": speeds.get(run.name, 300.0)}
 
     results = {}
-    train_all(*jobs_of(plan, {}, [], results), results, measure)
+    train_all(plan, results, measure)
     assert [results[name]["settings"]["train.steps"] for name in names] == [40, 100, 300]
     # The study goes on with another seed, whose runs are faster.
-    train_all(*jobs_of(plan | {"seeds": [1]}, {}, [], results), results, measure)
+    train_all(plan | {"seeds": [1]}, results, measure)
     seeded = [results[f"{name}, seed 1"] for name in names[1:]]
     assert [row["settings"]["train.steps"] for row in seeded] == [100, 300]
 
