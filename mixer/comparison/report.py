@@ -233,7 +233,9 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
 
 
 def draw(result: dict, output: Path) -> bool:
-    """Whether it drew losses by training time: not of retrieval, nor of more runs than colours."""
+    """Whether it drew losses by training time: not of retrieval, of more runs than colours, nor of a
+    single separate run.
+    """
     runs = result["runs"]
     kinds = result["plan"].get("kinds")
     if kinds:
@@ -247,7 +249,7 @@ def draw(result: dict, output: Path) -> bool:
             return False
         title = "Training loss (dot: validation)"
     else:
-        if not finished(runs):
+        if len(finished(runs)) < 2:
             return False
         title = "Validation loss of separate runs (bar: spread of seeds)"
     with curves(output, title, "training time (s)", "loss (nats)") as axes:
