@@ -233,8 +233,8 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
 
 
 def draw(result: dict, output: Path) -> bool:
-    """Whether it drew losses by training time: not of retrieval, of more runs than colours, nor of a
-    single separate run.
+    """Whether it drew losses by training time: not of retrieval, of more runs than colours,
+    nor of a single separate run.
     """
     runs = result["runs"]
     kinds = result["plan"].get("kinds")
