@@ -265,6 +265,25 @@ def test_under_autocast_the_cache_gives_nearly_the_same(variant):
             torch.testing.assert_close(step, expected[:, column], rtol=5e-2, atol=5e-2)
 
 
+@every_variant
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_text_goes_on_with_or_without_autocast_however_it_began(variant, static):
+    model = small_model(**variant)
+    ids = tokens()
+    expected = model(ids).logits
+    for begins_in_bf16 in (True, False):
+        cache = MixingCache(model.config, static)
+        with torch.autocast("cpu", torch.bfloat16, enabled=begins_in_bf16):
+            model(ids[:, :6], past_key_values=cache)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not begins_in_bf16):
+            for start, end in ((6, 7), (7, 10), (10, 12)):
+                logits = model(ids[:, start:end], past_key_values=cache).logits
+                assert logits.dtype == (torch.float32 if begins_in_bf16 else torch.bfloat16)
+                part = expected[:, start:end]
+                torch.testing.assert_close(logits.float(), part, rtol=5e-2, atol=5e-2)
+
+
 def test_a_loss_of_ones_own_learns_nothing_from_the_padding_on_the_left():
     """transformers' label smoothing and many a loss score all columns but those labelled -100, and
     so the first token of a text by what stands in the padding before it.
