@@ -262,8 +262,10 @@ class MixingCache(Cache):
             dropped = self.longest - remaining
             raise ValueError(
                 f"the last {dropped} of {self.longest} tokens were to be dropped; allowed: {SPARE} "
-                "at most, because more have overwritten what the others need: call reset() and "
-                "give the text anew"
+                "at most, because more have overwritten what the others need. So many may be "
+                "guessed: set prompt_lookup_num_tokens, or the assistant's generation_config."
+                "num_assistant_tokens with num_assistant_tokens_schedule='constant'. Or call "
+                "reset() and give the text anew"
             )
         if remaining < self.length:
             self.length = remaining
