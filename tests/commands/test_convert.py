@@ -160,6 +160,7 @@ def with_tensor(name: str, *shape: int, dtype=torch.float32):
     ("change", "words"),
     [
         (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"r.weight .*, expected: nothing"),
+        (with_tensor("temperature", 1), r"temperature is \[1\], expected: nothing"),
         (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "9999.* expected: nothing"),
         (with_tensor("lm_head.weight", 49, 16), r"is \[49, 16\], expected: \[50, 16\]"),
         (with_tensor("mixerblocks.0.conv.weight", 24, 12, 1), r"expected: \[12, 12, 1\]"),
