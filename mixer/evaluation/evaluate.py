@@ -165,8 +165,8 @@ def evaluate_pairs(
 ) -> dict:
     """The result's entries about pairs: how often a query's own target is the nearest."""
     directory = as_path(options.pairs)
-    texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
     pairs = PairFile(directory, "validation", window)
+    texts.check_vocabulary(directory, tokenizer)
     pair_loss = PairLoss(model, ObjectiveConfig.temperature).eval()
     with time_reported("reading pairs"):
         scores = score_pairs(pair_loss, pairs, len(pairs), options.batch_size, process)

@@ -130,9 +130,7 @@ def shards_of(source: DataConfig) -> Iterator[Shard]:
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The validation split of prepared data: packed, one stream; otherwise one per document."""
     split = TokenFile(directory, "validation", context)
-    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
-        problem = "was prepared with another tokenizer than the checkpoint's"
-        raise UserError(f"{directory} {problem}: give data of its run, or --text")
+    check_vocabulary(directory, tokenizer)
     tokens = split.tokens
     streams = [tokens] if split.packed else np.split(tokens, split.document_ends()[:-1])
     text = Text(
@@ -146,6 +144,13 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
         rows = [tokens[slice(*split.span(row))] for row in range(len(split))]
         text = shortened(text, rows, f"at most {context:,} tokens of each document", tokenizer)
     return text
+
+
+def check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises UserError for prepared data whose tokens are others than the tokenizer's."""
+    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
+        problem = "was prepared with another tokenizer than the checkpoint's"
+        raise UserError(f"{directory} {problem}: give data of its run, or --text")
 
 
 def shortened(
