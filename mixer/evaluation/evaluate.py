@@ -238,9 +238,8 @@ def evaluate_text(
 @contextmanager
 def said_progress(batches: Iterable[Batch], text: Text) -> Iterator[Iterator[Batch]]:
     """The batches of a text; while they are used, it is said how many of its targets they had."""
-    total = sum(len(tokens) - 1 for tokens in text.streams)
     is_task = text.samples is not None  # of which only the answers are scored
-    of_total = "" if is_task else f" of {total:,}"
+    of_total = "" if is_task else f" of {text.targets:,}"
     scored = 0
 
     def counted_batches() -> Iterator[Batch]:

@@ -28,7 +28,7 @@ class Text:
     """Token streams to score, and the size of the text they stand for."""
 
     name: str
-    streams: list[np.ndarray]  # each (tokens,)
+    streams: list[np.ndarray]  # each (tokens,), one or more
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
     loses: str = ""  # what the tokenizer loses of it, see tokenizer.lost_text
@@ -36,8 +36,12 @@ class Text:
 
     @property
     def largest_token(self) -> int:
-        """Of streams of which some may have no token."""
-        return max(int(tokens.max()) for tokens in self.streams if len(tokens))
+        return max(int(tokens.max()) for tokens in self.streams)
+
+    @property
+    def targets(self) -> int:
+        """How many tokens can be scored: all but the first of each stream."""
+        return sum(len(tokens) - 1 for tokens in self.streams)
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -61,10 +65,10 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")
         text.streams = [np.insert(tokens, 0, tokenizer.eos_token_id) for tokens in text.streams]
-    if all(len(tokens) < 2 for tokens in text.streams):
+    if not text.targets:
         raise UserError(f"{text.name} is shorter than 2 tokens: give a longer text")
     most = options.max_tokens
-    if 0 < most < sum(len(tokens) - 1 for tokens in text.streams):
+    if 0 < most < text.targets:
         return shortened(
             text, first_targets(text.streams, most), f"first {most:,} tokens", tokenizer
         )
@@ -106,12 +110,14 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
     blank = options.first_token == "eos"
     documents_of_sources = (documents(shards_of(source), source, blank) for source in sources)
     for document in itertools.chain.from_iterable(documents_of_sources):
-        text.streams.append(encode(document).astype(np.int64))
+        tokens = encode(document).astype(np.int64)
+        if len(tokens):  # the tokenizer may leave nothing of a document
+            text.streams.append(tokens)
+            targets += len(tokens) - 1
         text.bytes += len(document.encode())
         text.words += len(document.split())
         if len(sample) < SAMPLE:
             sample.append(document)
-        targets += len(text.streams[-1]) - 1
         if targets > options.max_tokens > 0:
             break
     text.loses = lost_text(tokenizer, sample)
