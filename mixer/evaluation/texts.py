@@ -19,6 +19,7 @@ from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
 from mixer.data.tokenizer import TextBytes, load_tokenizer, lost_text, text_encoder
 from mixer.evaluation.config import EvalOptions
+from mixer.objectives.objective import objective_of
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
 
@@ -49,14 +50,14 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
 
     Raises UserError for a text or data that is missing, damaged, empty, or of another tokenizer.
     """
-    if options.text or options.hub:
-        text = documents_of(options, tokenizer)
-    elif sample_maker := options.sample_maker():
-        objective = sample_maker(window)
-        samples = objective.open_data().validation
+    source = options.source
+    if source == "samples":
+        train, data = options.objective_settings()
+        samples = objective_of(train, data, window).open_data().validation
         streams = list(samples.batch(range(len(samples)))[0].numpy())
-        name = f"held-out samples of the task {objective.data.source}"
-        return Text(name, streams, samples=samples)
+        return Text(f"held-out samples of the task {data.source}", streams, samples=samples)
+    if source in ("text", "hub"):
+        text = documents_of(options, tokenizer)
     else:
         directory = options.data_directory
         assert directory is not None  # or the options would have been refused
