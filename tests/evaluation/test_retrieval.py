@@ -14,6 +14,7 @@ from checkpoints import CONTEXT, WORDS, evaluate, save_checkpoint
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.commands.eval import main as evaluate_main
 from mixer.common.errors import UserError
+from mixer.evaluation import beir
 from mixer.evaluation.beir import measures, ranked, read_collection
 from mixer.evaluation.evaluate import evaluation_report
 from mixer.evaluation.search import sort_keys
@@ -164,6 +165,16 @@ def test_a_model_finds_what_its_vectors_say_whatever_the_batches(
     report = evaluation_report([result])
     assert f"{expected['ndcg_at_10']:.4f}" in report and "3 queries, 10 documents" in report
     assert f"{result['documents_cut']} documents are longer, and were cut" in report
+
+
+def test_a_collection_is_parsed_once_for_all_checkpoints(checkpoint, folder, tmp_path, monkeypatch):
+    parsed = []
+    read = beir.read_entries
+    monkeypatch.setattr(beir, "read_entries", lambda file: (parsed.append(file.name), read(file))[1])
+    given = ["--checkpoint", checkpoint, checkpoint, "--retrieval", folder, "--device", "cpu"]
+    evaluate_main([*map(str, given), "--output", str(tmp_path / "report")])
+    # The texts of the documents, which are not kept, are read again for each checkpoint.
+    assert parsed == ["corpus.jsonl", "queries.jsonl", "corpus.jsonl", "corpus.jsonl"]
 
 
 def test_titles_come_before_texts_as_beir_joins_them(folder):
