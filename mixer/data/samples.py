@@ -74,8 +74,7 @@ class TokenFile:
         """What a split must have, in words."""
         return f"a context of {self.context} needs at least {self.context + 1}"
 
-    @property
-    def tokens(self) -> np.ndarray:
+    def all_tokens(self) -> np.ndarray:
         """All of the split, in memory."""
         return self.read(0, self.counts.tokens)
 

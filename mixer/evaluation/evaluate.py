@@ -212,8 +212,9 @@ def evaluate_text(
     check_token(text.largest_token, model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     if (samples := text.samples) is not None:
-        starts = range(0, len(samples), size)
-        batches = (samples.batch(range(len(samples))[start:][:size]) for start in starts)
+        count = len(samples)
+        starts = range(0, count, size)
+        batches = (samples.batch(range(start, min(start + size, count))) for start in starts)
     else:
         batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
     has_bytes = text.bytes > 0

@@ -9,7 +9,6 @@ long ("full", as in lm-evaluation-harness).
 """
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
 from mixer.common.hardware import lacks_bf16
-from mixer.common.ranks import is_launched
+from mixer.common.ranks import processes
 from mixer.data.samples import Batch
 from mixer.distributed.world import Process
 
@@ -36,14 +35,14 @@ def choose_device(name: str, dtype: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no GPU: use cpu, or ask `mixer doctor`")
     device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-    if dtype == "bf16" and (name := lacks_bf16(device)):
-        raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
+    if dtype == "bf16" and (gpu := lacks_bf16(device)):
+        raise UserError(f"{gpu} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
     return device
 
 
 def join_processes(device: torch.device) -> Process:
     """Joins this process's launch (`accelerate launch`, torchrun), if there is one."""
-    if not is_launched() or os.environ["WORLD_SIZE"] == "1":
+    if processes() == 1:
         return Process(device)
     state = PartialState(cpu=device.type == "cpu")
     assert state.device is not None

@@ -138,7 +138,7 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
     """The validation split of prepared data: packed, one stream; otherwise one per document."""
     split = TokenFile(directory, "validation", context)
     check_vocabulary(directory, tokenizer)
-    tokens = split.tokens
+    tokens = split.all_tokens()
     streams = [tokens] if split.packed else np.split(tokens, split.document_ends()[:-1])
     text = Text(
         name=f"validation split of {as_path(directory.resolve()).name}",
