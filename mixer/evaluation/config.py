@@ -9,7 +9,7 @@ from mixer.checkpoints.model_files import check_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.files import as_path, directory_for
 from mixer.common.options import option, option_problems
-from mixer.data.config import DataConfig, Manifest, from_values
+from mixer.data.config import DataConfig, Manifest, from_values, has_no_splits
 from mixer.data.sources import check_path
 from mixer.evaluation.beir import read_collection
 from mixer.models.masked_mixer.model_options import BACKENDS
@@ -123,6 +123,8 @@ def check_options(options: EvalOptions) -> None:
         if trained_on:
             problem = f"was trained on {trained_on}, which is not in {Path.cwd()}"
         raise UserError(f"{directory} {problem}: give --data DIR, --text FILE... or --hub NAME")
+    if options.hub and options.split and has_no_splits(options.hub):
+        raise UserError(f"{options.hub} has no splits: leave out --split")
     for name in options.text:
         check_path(name)
     for name in filter(None, (options.data, options.pairs)):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, has_no_splits
 from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
 from mixer.data.tokenizer import TextBytes, load_tokenizer, lost_text, text_encoder
@@ -97,11 +97,7 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
         name = ", ".join(names)
         sources = [DataConfig("text", path, text_field=text_field) for path in options.text]
     else:
-        split = options.split_or_default
-        if (as_path(options.hub) / "state.json").is_file():  # saved without splits
-            if options.split:
-                raise UserError(f"{options.hub} has no splits: leave out --split")
-            split = ""
+        split = "" if has_no_splits(options.hub) else options.split_or_default
         name = " ".join(filter(None, (options.hub, options.subset, split)))
         sources = [DataConfig("hub", options.hub, options.subset, split, text_field=text_field)]
     text = Text(name, [])
