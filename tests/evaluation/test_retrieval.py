@@ -15,7 +15,7 @@ from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.commands.eval import main as evaluate_main
 from mixer.common.errors import UserError
 from mixer.evaluation import beir
-from mixer.evaluation.beir import measures, ranked, read_collection
+from mixer.evaluation.beir import measures, ranked, read_collection, read_entries
 from mixer.evaluation.evaluate import evaluation_report
 from mixer.evaluation.search import sort_keys
 from mixer.objectives.retrieval import text_vectors
@@ -169,8 +169,12 @@ def test_a_model_finds_what_its_vectors_say_whatever_the_batches(
 
 def test_a_collection_is_parsed_once_for_all_checkpoints(checkpoint, folder, tmp_path, monkeypatch):
     parsed = []
-    read = beir.read_entries
-    monkeypatch.setattr(beir, "read_entries", lambda file: (parsed.append(file.name), read(file))[1])
+
+    def recorded(file):
+        parsed.append(file.name)
+        return read_entries(file)
+
+    monkeypatch.setattr(beir, "read_entries", recorded)
     given = ["--checkpoint", checkpoint, checkpoint, "--retrieval", folder, "--device", "cpu"]
     evaluate_main([*map(str, given), "--output", str(tmp_path / "report")])
     # The texts of the documents, which are not kept, are read again for each checkpoint.
