@@ -95,6 +95,17 @@ def test_a_tokenizer_without_an_eos_stays_with_the_model(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "lags").vocab == tokenizer.vocab
 
 
+def test_a_converted_model_gets_what_tools_for_batches_read_as_a_trained_one_does(tmp_path):
+    backend = train_tokenizer(["A text of a few tokens."], 300).backend_tokenizer
+    eos = "<|endoftext|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    save_file(LanguageMixer(vocabulary=300).state_dict(), tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "new", str(tmp_path / "tokenizer"))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert (saved.pad_token, saved.model_max_length) == (eos, 12)
+
+
 def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsys):
     small_model().save_pretrained(tmp_path / "full")
     arguments = [tmp_path / "full", "--output", tmp_path / "lags", "--mixing-weight", "lags"]
