@@ -170,8 +170,7 @@ def evaluate_pairs(
     pair_loss = PairLoss(model, ObjectiveConfig.temperature).eval()
     with time_reported("reading pairs"):
         scores = score_pairs(pair_loss, pairs, len(pairs), options.batch_size, process)
-    if not math.isfinite(scores.loss):
-        raise UserError("the vectors are not finite: use --dtype fp32")
+    scoring.check_vectors(scores.loss)
     return {"data": options.pairs, "tokens": window, "pairs": scores.pairs} | scores.top1
 
 
