@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, say_on_stderr
 from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.progress import time_reported
@@ -76,6 +76,8 @@ def evaluate(evaluations: list[EvalOptions], directory: Path) -> None:
     """
     with results_locked(directory) if rank() == 0 else nullcontext():
         try:
+            device = scoring.choose_device(evaluations[0].device, evaluations[0].dtype)
+            say_on_stderr(f"evaluating on {scoring.devices_in_words(device)}")
             results = [evaluate_checkpoint(options) for options in evaluations]
         except BaseException as error:
             if dist.is_initialized():
@@ -138,8 +140,6 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    processes = process.size
     result |= {
         "window": window,
         "stride": stride,
@@ -147,7 +147,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "last_window": LAST_WINDOW[options.last_window],
         "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
-        "device": f"{processes} x {name}" if processes > 1 else name,
+        "device": scoring.devices_in_words(device),
     }
     if options.pairs:
         return result | evaluate_pairs(options, model, tokenizer, window, process)

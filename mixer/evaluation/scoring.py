@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
-from mixer.common.hardware import lacks_bf16
+from mixer.common.hardware import lacks_bf16, sees_gpu
 from mixer.common.ranks import processes
 from mixer.data.samples import Batch
 from mixer.distributed.world import Process
@@ -35,10 +35,16 @@ def choose_device(name: str, dtype: str) -> torch.device:
     `dtype`."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no GPU: use cpu, or ask `mixer doctor`")
-    device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if name != "cpu" and sees_gpu() else "cpu")
     if dtype == "bf16" and (gpu := lacks_bf16(device)):
         raise UserError(f"{gpu} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
     return device
+
+
+def devices_in_words(device: torch.device) -> str:
+    """What the processes of this launch compute on, such as "2 x cpu"; `device`: this one's."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{processes()} x {name}" if processes() > 1 else name
 
 
 def join_processes(device: torch.device) -> Process:

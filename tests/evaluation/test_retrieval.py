@@ -192,7 +192,8 @@ def test_two_processes_find_what_one_does(checkpoint, folder, launch, tmp_path):
     one = evaluate(checkpoint, retrieval=str(folder), batch_size=3)
     asked = ["--checkpoint", checkpoint, "--retrieval", folder, "--batch-size", 3]
     asked += ["--device", "cpu", "--output", tmp_path / "report"]
-    launch(*asked, program="eval", processes=2).succeed()
+    said = launch(*asked, program="eval", processes=2).succeed()
+    assert said.count("evaluating on 2 x cpu\n") == 1
     (two,) = json.loads((tmp_path / "report/report.json").read_text())
     assert two.pop("device") == "2 x cpu" and one.pop("device") == "cpu"
     assert two == one
