@@ -240,16 +240,16 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def logits_before(model: PreTrainedModel, ids: Tensor, place: int) -> tuple[Tensor, Tensor]:
-    """The logits of a text's tokens before a place, and what they become when the tokens from there
-    on are changed: in a causal model they stay.
+def logits_before(model: PreTrainedModel, ids: Tensor, position: int) -> tuple[Tensor, Tensor]:
+    """The logits of a text's tokens before a position, and what they become when the tokens from
+    there on are changed: in a causal model they stay.
 
-    ids: (tokens,) int64. Returns (place, vocab) fp32 twice.
+    ids: (tokens,) int64. Returns (position, vocab) fp32 twice.
     """
     changed = ids.clone()
-    changed[place:] = (changed[place:] + 1) % model.config.get_text_config().vocab_size
+    changed[position:] = (changed[position:] + 1) % model.config.get_text_config().vocab_size
     before, after = (
-        model(text[None], use_cache=False).logits[0, :place].float() for text in (ids, changed)
+        model(text[None], use_cache=False).logits[0, :position].float() for text in (ids, changed)
     )
     return before, after
 

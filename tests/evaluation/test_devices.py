@@ -34,7 +34,7 @@ def test_a_gpu_that_should_be_there_is_missed_once_in_evaluation_and_training(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")  # of which CUDA sees none
     choose_device("auto", "fp32")
     said = capsys.readouterr().err
-    assert re.fullmatch("warning: on the CPU, as torch .* sees no GPU, .* is 0,0: name GPUs .*\n", said)
+    assert re.fullmatch("warning: on the CPU, as torch .* no GPU, .* is 0,0: name GPUs .*\n", said)
     choose_device("auto", "fp32")
     assert not capsys.readouterr().err
     warn.cache_clear()
