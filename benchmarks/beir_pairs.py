@@ -11,14 +11,13 @@ data.validation_documents it holds out documents. Train with
     data.source=jsonl data.path=PAIRS.jsonl data.text_field=query data.pair_field=document
 """
 
-import argparse
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mixer.common.errors import run_command
+from mixer.common.errors import command_parser, run_command
 from mixer.common.files import as_path, whole_file
 from mixer.evaluation.beir import Entry, read_collection, read_entries
 
@@ -29,8 +28,7 @@ LEAST_WORDS = 5  # of a sentence: shorter ones, such as "Methods.", are in many 
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = command_parser("beir_pairs.py", __doc__)
     parser.add_argument("folder", type=Path, help="corpus.jsonl, queries.jsonl and qrels")
     parser.add_argument("--output", type=Path, required=True, help="file for the pairs")
     parser.add_argument("--split", default="", help="of the qrels; default: the corpus alone")

@@ -4,20 +4,24 @@
 
 Writes PATH.md, from results of other benchmarks and from the estimate that a run prints before its
 first step. Memory is the most that PyTorch reserved, or in older runs (recipe, h200) used, in units
-of 2^30 bytes; the time is that of all steps on one GPU at the measured speed.
+of 2^30 bytes; the time is that of all steps on one GPU at the measured speed; the loss, where a run
+had as many steps, is the mean of its seeds.
 """
 
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import torch
 from saving import file_of, markdown, parser_of
 from several_gpus import FLAT, LARGE
+from verdict import seeds_of
 
 from mixer.common.errors import run_command
 from mixer.common.files import read_json, write_text
 from mixer.common.hardware import ROOT
 from mixer.models.architecture import model_config, new_model
+from mixer.reporting.text import LOSS
 from mixer.training.config import RunConfig, load_config
 from mixer.training.estimate import needed_gb
 
@@ -25,12 +29,13 @@ RESULTS = Path(__file__).parent / "results"
 # The file of results and the run of each file in configs/.
 RUNS = {
     "attention": ("minute_512_h200", "attention in 3 of 8 blocks, mixing in the MLP, window 8"),
-    "plain": ("minute_512_h200", "plain, mixing in the MLP"),
+    "no_attention": ("minute_512_h200", "plain, mixing in the MLP"),
     "keyed": ("today_512_h200", "keyed in some blocks, shifted keys 512, 300 s, lr 0.002"),
     "recipe": ("recipe_512_h200", "recipe, 480 steps"),
     "h200": ("recipe_512_h200", "paper"),
 }
-HEAD = ["configuration", "parameters, M", "memory, GB", "tokens, M", "minutes"]
+HEAD = ["configuration", "parameters, M", "memory, GB", "tokens, M", "PFLOP", "minutes"]
+HEAD += ["loss on books"]
 # Larger models of the recipe: hidden size and blocks. And on how many GPUs.
 SIZES = ((1024, 16), (2048, 16), (2048, 24), (3072, 24), (4096, 24), (4096, 48))
 GPUS = (1, 2, 4, 8)
@@ -62,8 +67,8 @@ def main() -> None:
     sections = [
         "# Configurations",
         markdown(HEAD, measured_rows()),
-        f"From {sources}, which have hardware and commits. Minutes are of all the configuration's "
-        "steps, at the speed of these runs, most of which had fewer.",
+        f"From {sources}, which have hardware and commits. Minutes and useful PFLOP are of all the "
+        "configuration's steps, at the speed of these runs; `-`: they had fewer steps.",
         "## What fits",
         markdown(FIT_HEAD, estimated_rows()),
         "GB of each GPU, by the estimate: configs/recipe.yaml in other sizes, one GPU or FSDP on "
@@ -81,16 +86,22 @@ def main() -> None:
 def measured_rows() -> list[list[str]]:
     rows = []
     for configuration, (file, name) in RUNS.items():
-        measured = read_json(RESULTS / f"{file}.json", "keep the results")["runs"][name]
+        results = {file: read_json(RESULTS / f"{file}.json", "keep the results")}
+        seeds = seeds_of(name, file, results)
+        measured = seeds[0]
         run = load_config(str(ROOT / f"configs/{configuration}.yaml"), [])
         tokens = run.train.steps * run.train.batch_size * run.model.max_position_embeddings
+        seconds = tokens / measured["tokens_per_second"]
+        loss = fmean(row["validation_loss"] for row in seeds)
         rows.append(
             [
                 configuration,
                 f"{measured['parameters'] / 1e6:.1f}",
                 f"{measured['peak_memory_gb']:.1f}",
                 f"{tokens / 1e6:,.0f}",
-                f"{tokens / measured['tokens_per_second'] / 60:,.0f}",
+                f"{seconds * measured['useful_tflops'] / 1e3:,.0f}",
+                f"{seconds / 60:,.0f}",
+                f"{loss:{LOSS}}" if tokens == measured["tokens"] else "-",
             ]
         )
     return rows

@@ -6,7 +6,7 @@
 Models are those of benchmarks/verdict.py, with random weights, as speed does not depend on them. Of
 the transformer it is the one without shifted keys, which has a cache. Each writes --new tokens
 after a prompt of random ones, as benchmarks/generation.py measures it, with a cache that grows and
-with a static one; the faster one counts. Writes PATH.json and PATH.md.
+with a static one; the faster one counts. Writes PATH.json and PATH.md (a table).
 """
 
 import argparse
@@ -89,26 +89,31 @@ def table(result: dict) -> str:
     batches = list(dict.fromkeys(row["batch"] for row in result["generate"]))
     head = ["model", "loss", "seeds", "parameters, M"]
     for batch in batches:
-        head += [f"tokens/s, batch {batch}", "cache"]
+        head += [f"tokens/s, batch {batch}", f"MB, batch {batch}"]
     rows = []
     for name, model in result["models"].items():
         cells = [name, f"{model['loss']:{LOSS}}", str(model["seeds"])]
         cells.append(f"{model['parameters'] / 1e6:.1f}")
         for batch in batches:
-            speeds = {
-                row["cache"]: row["tokens_per_second"]
+            measured = [
+                row
                 for row in result["generate"]
                 if (row["model"], row["batch"]) == (name, batch)
                 and row.get("tokens_per_second", 0) > 0  # nan where memory was too little
-            }
-            fastest = max(speeds, key=speeds.__getitem__, default="")
-            cells += [f"{speeds[fastest]:{SPEED}}", fastest] if speeds else ["-", "-"]
+            ]
+            if measured:
+                fastest = max(measured, key=lambda row: row["tokens_per_second"])
+                cells += [f"{fastest['tokens_per_second']:{SPEED}}", f"{fastest['long_mb']:,.0f}"]
+            else:
+                cells += ["-", "-"]
         rows.append(cells)
     settings = result["settings"]
     note = (
         "Losses are those after a minute of books, nats per token, means of the seeds. A token "
         f"after the first, greedy, bfloat16, after prompts of {settings['prompt']} tokens; the "
-        f"median of {settings['repeats']} calls with the faster cache. `-`: failed."
+        f"median of {settings['repeats']} calls, with the faster of a growing and a static cache. "
+        "Memory is the most that a call takes after its first token, beside the weights. `-`: "
+        "failed."
     )
     title = "# Losses after equal time, and speed of generation"
     return "\n\n".join([title, markdown(head, rows), note, f"Measured on {origin(result)}."]) + "\n"

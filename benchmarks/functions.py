@@ -14,7 +14,6 @@ what is held out, which packages bring along, are left out of the pairs: functio
 query, or with nearly the same code.
 """
 
-import argparse
 import ast
 import multiprocessing
 import os
@@ -31,7 +30,7 @@ from pathlib import Path
 
 from beir_pairs import LEAST_WORDS, write_rows
 
-from mixer.common.errors import UserError, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import as_path, write_text
 from mixer.common.progress import time_reported
 from mixer.common.terminal import counted
@@ -55,8 +54,7 @@ class Function:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = command_parser("functions.py", __doc__)
     parser.add_argument("folder", type=Path, help="for the collection and the pairs")
     share = "share of the packages, by a hash of their names"
     parser.add_argument("--held-out", type=float, default=0.25, metavar="SHARE", help=share)

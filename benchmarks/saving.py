@@ -7,14 +7,14 @@ import shlex
 import sys
 from pathlib import Path
 
+from mixer.common.errors import command_parser
 from mixer.common.files import write_json, write_text
 from mixer.common.hardware import commit, hardware
 
 
 def parser_of(description: str, required: bool = True) -> argparse.ArgumentParser:
     """A parser that has --output, and whether it is required, and --commit."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser = command_parser(Path(sys.argv[0]).name, description)
     parser.add_argument("--output", required=required, help="path of the results without ending")
     measured_commit = "commit that is measured; by default what git says"
     parser.add_argument("--commit", default="", help=measured_commit)

@@ -11,10 +11,11 @@ runs and saves them in PATH-runs, with exit status 3. The same command resumes t
 PATH.png come at the end.
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
+
+from saving import parser_of
 
 from mixer.common.errors import run_command
 from mixer.common.files import as_path
@@ -25,11 +26,8 @@ from mixer.training.config import read_override
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("plan", help="YAML file, see benchmarks/plans")
-    parser.add_argument("--output", required=True, help="path of the results, without suffix")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -44,7 +42,6 @@ def main() -> None:
         metavar="N",
         help="repeat the longer runs with these seeds; default: the plan's",
     )
-    parser.add_argument("--commit", default="", help="commit under test; default: git's")
     options, overrides = parser.parse_known_args()
     # Overrides may follow --only or --seeds, which then take them for values of their own.
     overrides += [text for text in options.only + options.seeds if "=" in text]

@@ -4,11 +4,11 @@ that the transformer ends five minutes with.
     python benchmarks/verdict.py --output benchmarks/results/verdict_512_h200
 
 Writes PATH.md. Each row is the mean over the seeds of one model at its best rate; losses are in
-nats a token, and compared with that of the table's first row.
+nats a token, and compared with that of the transformer above.
 """
 
+import math
 import re
-from math import exp, log
 from pathlib import Path
 from statistics import mean
 
@@ -64,11 +64,12 @@ TABLES = {
     },
     "Code, 60 s": {
         "code: Qwen3-style transformer": ("minute_code_512_h200", TRANSFORMER),
-        "code: the same on another host": (
+        "code: mixing in the MLP + attention": ("minute_code_512_h200", IN_MLP),
+        "code: LFM2-style, another host": ("families_code_512_h200", "LFM2-style"),
+        "code: Qwen3-style transformer, another host": (
             "today_code_512_h200",
             "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
         ),
-        "code: mixing in the MLP + attention": ("minute_code_512_h200", IN_MLP),
         "code: plain mixing + attention, another host": (
             "today_code_512_h200",
             f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
@@ -80,11 +81,12 @@ TABLES = {
     },
     "Books at 2048 tokens, 60 s": {
         "context 2048: Qwen3-style transformer": ("minute_2048_h200", TRANSFORMER),
-        "context 2048: the same on another host": (
+        "context 2048: mixing in the MLP + attention": ("minute_2048_h200", WIDE),
+        "context 2048: LFM2-style, another host": ("families_2048_h200", "LFM2-style"),
+        "context 2048: Qwen3-style transformer, another host": (
             "today_2048_h200",
             "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
         ),
-        "context 2048: mixing in the MLP + attention": ("minute_2048_h200", WIDE),
     },
 }
 HEAD = ["model", "blocks with attention", "window", "parameters, M", "tokens, M", "seconds", "loss"]
@@ -133,11 +135,13 @@ def seeds_of(run: str, file: str, results: dict[str, dict]) -> list[dict]:
 
 
 def table(models: dict[str, tuple[str, str]], results: dict[str, dict]) -> str:
-    rows, transformer_loss = [], None
+    rows = []
+    transformer_loss = math.nan  # of the last transformer so far
     for model, (file, run) in models.items():
         seeds = seeds_of(run, file, results)
         loss = mean(row["validation_loss"] for row in seeds)
-        transformer_loss = transformer_loss or loss
+        if TRANSFORMER in model:
+            transformer_loss = loss
         rows.append(
             [
                 model,
@@ -160,9 +164,9 @@ def race(runs: dict[str, dict]) -> str:
     """
     shorter, longer, transformer = runs[SHORTER], runs[DEEP], runs[TRANSFORMER]
     gain = shorter["validation_loss"] - longer["validation_loss"]
-    slope = gain / log(longer["training_seconds"] / shorter["training_seconds"])
+    slope = gain / math.log(longer["training_seconds"] / shorter["training_seconds"])
     behind = transformer["validation_loss"] - longer["validation_loss"]
-    seconds = longer["training_seconds"] / exp(behind / slope)
+    seconds = longer["training_seconds"] / math.exp(behind / slope)
     share = seconds / transformer["training_seconds"]
     ends = [
         f"{run['training_seconds']:.0f} s at {run['validation_loss']:.4f} "
@@ -179,12 +183,12 @@ def race(runs: dict[str, dict]) -> str:
 
 def blocks(settings: dict) -> str:
     """How many blocks have attention or keyed mixing, of how many."""
-    architecture = settings.get("model.architecture", "mixer")
+    architecture = settings.get("model.architecture", "masked_mixer")
     if architecture == "auto":
         layers = settings["model.config"]["layer_types"]
         return f"{layers.count('full_attention')} of {len(layers)}"
     total = settings["model.num_hidden_layers"]
-    if architecture != "mixer":
+    if architecture != "masked_mixer":
         return f"{total} of {total}"
     if not settings.get("model.mixer_key_size"):
         return f"none of {total}"
@@ -196,7 +200,7 @@ def blocks(settings: dict) -> str:
 
 def window(settings: dict) -> str:
     """How many lags the mixing weights between have."""
-    if settings.get("model.architecture", "mixer") != "mixer":
+    if settings.get("model.architecture", "masked_mixer") != "masked_mixer":
         return "-"
     context = settings["model.max_position_embeddings"]
     return str(settings.get("model.mixing_window") or context)

@@ -293,7 +293,7 @@ def model():
     axes.text(x + 1.1, 1.51, "(batch, tokens)", fontsize=10, **beside)
     axes.text(x + 1.1, 2.19, "(batch, tokens, channels)", fontsize=10, **beside)
     axes.text(x + 1.1, 1.94, "suffix_match", fontsize=9, family="monospace", **beside)
-    axes.text(x + 2.05, 1.94, "adds what followed it", fontsize=9, **beside)
+    axes.text(x + 2.05, 1.94, "adds what last followed", fontsize=9, **beside)
     draw_stack(axes, 0.62, 0.62)
 
     title = "Token mixing, five ways"

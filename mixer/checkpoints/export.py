@@ -11,11 +11,11 @@ from mixer.common.hardware import TYPES
 from mixer.common.values import as_yaml
 from mixer.data.tokenizer import read_tokenizer
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
-from mixer.reporting.text import read_metrics
+from mixer.reporting.text import METRICS, read_metrics
 
 # Settings that may be paths of the training machine, and are left out.
 MAY_BE_PATHS = {"data.path", "data.validation_path", "data.tokenizer", "train.init_from"}
-METRICS = {  # the last values of metrics.jsonl, by what the card calls them, and their format
+RESULTS = {  # the last values of metrics.jsonl, by what the card calls them, and their format
     "training loss, nats": ("loss", ".4f"),
     "validation loss, nats": ("validation_loss", ".4f"),
     "validation bits per byte": ("validation_bits_per_byte", ".4f"),
@@ -80,7 +80,7 @@ def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, lice
     }
     if trainer:
         facts |= {"steps": f"{trainer['step']:,}", "tokens seen": f"{trainer['tokens']:,}"}
-        facts |= last_metrics(checkpoint.resolve().parent / "metrics.jsonl", trainer["step"])
+        facts |= last_metrics(checkpoint.resolve().parent / METRICS, trainer["step"])
     keys = ""
     if config.mixer_attention:
         keys = "\nSome or all of its blocks have softmax attention in place of learned weights."
@@ -98,13 +98,13 @@ def model_card(model: MaskedMixerForCausalLM, checkpoint: Path, title: str, lice
 
 
 def last_metrics(file: Path, step: int) -> dict[str, str]:
-    """The last METRICS up to a step."""
+    """The last RESULTS up to a step."""
     last = {}
     for line in read_metrics(file) if file.is_file() else []:
         last |= line if line["step"] <= step else {}
     return {
         name: f"{last[key]:{form}}"
-        for name, (key, form) in METRICS.items()
+        for name, (key, form) in RESULTS.items()
         if last.get(key) is not None
     }
 

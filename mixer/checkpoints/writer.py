@@ -31,6 +31,7 @@ from mixer.common.errors import NotFinite
 from mixer.common.files import as_system_error, flush, remove
 from mixer.distributed.world import World
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
+from mixer.reporting.text import METRICS
 
 
 class CheckpointWriter:
@@ -132,7 +133,7 @@ class CheckpointWriter:
             self._write_model(partial)
             (partial / TRAINER).write_text(json.dumps(trainer, indent=1))
             # The metrics up to a checkpoint's step are on the disk before the checkpoint is.
-            flush(self.directory / "metrics.jsonl")
+            flush(self.directory / METRICS)
             complete(partial, final)
         except BaseException as error:
             remove(partial)  # its space may be what is missing

@@ -62,9 +62,9 @@ def option_problems(section: Any, prefix: str = "") -> list[str]:
 
 def allowed_values(field: dataclasses.Field) -> str:
     """The allowed values of an option in words, such as "a whole number, 0 or more"."""
-    if field.metadata.get("choices"):
+    if field.metadata["choices"]:
         return ", ".join(field.metadata["choices"])
-    bounds = field.metadata.get("bounds", {})
+    bounds = field.metadata["bounds"]
     limits = [words.format(bounds[name]) for name, (words, _) in BOUNDS.items() if name in bounds]
     return type_name(field.type) + (", " if limits else "") + " and ".join(limits)
 

@@ -12,7 +12,7 @@ SECONDS = 20.0  # between lines
 
 @contextmanager
 def time_reported(
-    activity: str, say: Say = say_on_stderr, amount: Callable[[], str] = str
+    activity: str, say: Say = say_on_stderr, amount: Callable[[], str] = lambda: ""
 ) -> Iterator[None]:
     """Says every SECONDS how long the activity inside has taken, by a thread: nothing inside may
     fork, as a child has no thread to release what this one holds. amount: what is done, in words.

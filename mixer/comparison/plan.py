@@ -8,7 +8,8 @@ A plan has `common`, the options of all runs by section.key, and either
   trains for a few steps, which measures its speed; at each of `rates`, for `sweep_share` of the
   steps that it does in `seconds`; and for `seconds` at the best of these rates and at the next
   lower one. A size may have several such times of its own, `seconds: [20, 60]`. Then the best size
-  of a kind trains for each of `seconds_of_best`, again at its rate and at the next lower one.
+  of a kind trains for each of `seconds_of_best`, again at its rate and at the next lower one. All
+  runs of a time have the same steps; those of a later one follow the model's fastest run so far.
   Without `rates` each model keeps its own. `pretraining` has the options of a run that comes
   first, for `seconds`, at each model's own rate; all others start from its weights.
 
@@ -30,6 +31,7 @@ from mixer.common.errors import UserError, errors_about
 from mixer.common.files import as_path
 from mixer.common.values import read_yaml, shape_problem
 from mixer.comparison.report import best_size, sweep_budgets
+from mixer.data.config import NOT_COMPARED
 from mixer.models.config import with_content
 from mixer.training.config import MOST_EPOCHS, RunConfig, flatten, load_config
 
@@ -55,27 +57,17 @@ PLAN_SHAPE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one process trains; or a model of a plan, of which `timed` makes runs."""
+    """What one process trains."""
 
     name: str
     settings: dict  # by section.key
     identity: dict = field(default_factory=dict)  # kind, size, budget, lr and seed
-    budgets: tuple[float, ...] = ()  # of a model: the seconds of its longer runs
     keeps_checkpoint: bool = False  # for other runs to start from, or to be evaluated
 
     @property
     def folder(self) -> str:
         """The name of its directory, which is the same for names that differ by signs alone."""
         return re.sub(r"[^\w.+-]+", "-", self.name)
-
-    @property
-    def rate(self) -> float:
-        return self.settings.get("optim.lr") or RunConfig().optim.lr
-
-    @property
-    def measuring_steps(self) -> int:
-        """How long a run is that measures the speed."""
-        return 4 * self.settings.get("logging.log_every", RunConfig().logging.log_every)
 
     def config(self, *changes: str) -> RunConfig:
         return load_config(None, list(changes), self.settings)
@@ -88,9 +80,42 @@ class Run:
             identity=self.identity | {"seed": seed},
         )
 
-    def timed(self, budget: float, rate: float, steps: int) -> "Run":
-        """budget: the seconds that the steps should take; 0 for a run that measures the speed."""
-        name = f"{self.name}, {budget:g} s, lr {rate:g}" if budget else f"{self.name}, speed"
+
+@dataclass(frozen=True)
+class Model:
+    """A size of a kind, which trains for each of its budgets."""
+
+    kind: str
+    size: str
+    settings: dict  # by section.key
+    budgets: tuple[float, ...]  # the seconds of its longer runs
+
+    @property
+    def name(self) -> str:
+        return model_name(self.kind, self.size)
+
+    @property
+    def rate(self) -> float:
+        return self.settings.get("optim.lr", RunConfig().optim.lr)
+
+    def has(self, row: dict) -> bool:
+        """Whether a row of the results is that of a run of this model."""
+        return (row.get("kind"), row.get("size")) == (self.kind, self.size)
+
+    def untimed(self) -> Run:
+        """Stands for its runs where names and options are checked, before any steps are known."""
+        return Run(self.name, self.settings | {"train.steps": 1_000_000})
+
+    def speed_run(self, rate: float) -> Run:
+        """A run that measures the speed."""
+        log_every = self.settings.get("logging.log_every", RunConfig().logging.log_every)
+        return self._run(f"{self.name}, speed", 0, rate, 4 * log_every)
+
+    def timed(self, budget: float, rate: float, steps: int) -> Run:
+        """budget: the seconds that the steps should take."""
+        return self._run(f"{self.name}, {budget:g} s, lr {rate:g}", budget, rate, steps)
+
+    def _run(self, name: str, budget: float, rate: float, steps: int) -> Run:
         # A longer warm-up than a third of a short run would be most of what a sweep compares.
         warmup = self.settings.get("optim.warmup_steps", RunConfig().optim.warmup_steps)
         schedule = {
@@ -98,8 +123,12 @@ class Run:
             "optim.lr": rate,
             "optim.warmup_steps": min(warmup, steps // 3),
         }
-        identity = self.identity | {"budget": budget, "lr": rate}
+        identity = {"kind": self.kind, "size": self.size, "budget": budget, "lr": rate}
         return Run(name, self.settings | schedule, identity)
+
+
+def model_name(kind: str, size: str) -> str:
+    return f"{kind} {size}".strip()
 
 
 Job = Generator[Run, dict, None]  # yields runs, one after the other, and receives their rows
@@ -109,59 +138,72 @@ def jobs_of(plan: dict, overrides: dict, only: list[str], results: dict) -> list
     """The jobs of the runs, kinds or models that `only` names, or of all.
 
     overrides: options of the command line, by section.key. results: the rows of the runs that have
-    ended, by name. Raises UserError for values and options that are not allowed, for names that
-    would be mixed up, and for options other than those of a run in the results.
+    ended, by name, with those that the jobs receive. Raises UserError for values and options that
+    are not allowed, for names that would be mixed up, and for options other than those of a run in
+    the results.
     """
     check_plan(plan)
-    seeds = plan.get("seeds", [])
-    kinds = plan.get("kinds", {})
-
-    def settings(name: str, entry: dict | None) -> dict:
-        """All options of a run or model of the plan; later ones win."""
-        entry = dict(entry or {})
-        with errors_about(name):
-            entry_recipe = recipe(entry.pop("recipe", None))
-            merged = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
-            if isinstance(merged.get("model.config"), str):  # the results keep what was trained
-                merged["model.config"] = with_content(merged["model.config"])
-        return merged
-
-    runs = [
-        Run(name, settings(name, entry), keeps_checkpoint=plan.get("keep_checkpoints", False))
-        for name, entry in plan.get("runs", {}).items()
-    ]
-    models = []
-    for kind_name, sizes in kinds.items():
-        for size, entry in sizes.items():
-            options = dict(entry or {})
-            budgets = tuple(options.pop("seconds", [plan["seconds"]]))
-            identity = {"kind": kind_name, "size": str(size)}
-            name = f"{kind_name} {size}".strip()
-            models.append(Run(name, settings(name, options), identity, budgets))
-    names = {run.name for run in [*runs, *models]} | {*kinds}
-    if unknown := sorted({*only} - names):
-        allowed = shlex.join(sorted(names))
-        raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
-    for run in [*runs, *models]:
-        if (seed := run.settings.get("seed", RunConfig.seed)) in seeds:
-            raise UserError(f"{run.name}: seed {seed} is its first seed already; give other seeds")
+    runs = runs_of(plan, overrides)
+    models = models_of(plan, overrides)
     firsts = [first_of(plan, model) for model in models] if "pretraining" in plan else []
-    repeated = [run.with_seed(seed) for run in [*runs, *models] for seed in seeds]
-    check_names([*runs, *models, *firsts, *repeated])
-    for run in [*runs, *models, *firsts, *repeated]:  # refuses what is not allowed
-        unmeasured = ["train.steps=1000000"] if "kind" in run.identity else []
-        with errors_about(run.name):
-            run.config(f"name={run.folder}", *unmeasured)
-    for run in [*runs, *models]:
-        check_settings(run, results, has_rates="rates" in plan)
-    check_data([*runs, *models, *firsts], results)
+    check_only(only, {entry.name for entry in [*runs, *models]} | plan.get("kinds", {}).keys())
+    seeds = plan.get("seeds", [])
+    check_runs([*runs, *(model.untimed() for model in [*models, *firsts])], seeds)
+    check_run_options(runs, results)
+    check_model_options(models, results, has_rates="rates" in plan)
+    check_model_options(firsts, results, has_rates=False)
+    check_data([entry.settings for entry in [*runs, *models, *firsts]], results)
     jobs = [job_of_run(run, seeds) for run in runs if not only or run.name in only]
-    for kind_name in kinds:
-        of_kind = [model for model in models if model.identity["kind"] == kind_name]
+    for kind_name in plan.get("kinds", {}):
+        of_kind = [model for model in models if model.kind == kind_name]
         chosen = [model for model in of_kind if not only or {kind_name, model.name} & {*only}]
         if chosen:
             jobs.append(job_of_kind(plan, of_kind, chosen, results))
     return jobs
+
+
+def runs_of(plan: dict, overrides: dict) -> list[Run]:
+    """The runs that a plan has by name."""
+    keeps = plan.get("keep_checkpoints", False)
+    return [
+        Run(name, settings_of(plan, overrides, name, entry or {}), keeps_checkpoint=keeps)
+        for name, entry in plan.get("runs", {}).items()
+    ]
+
+
+def models_of(plan: dict, overrides: dict) -> list[Model]:
+    """All sizes of all kinds of a plan."""
+    models = []
+    for kind_name, sizes in plan.get("kinds", {}).items():
+        for size, entry in sizes.items():
+            options = dict(entry or {})
+            budgets = tuple(options.pop("seconds", [plan["seconds"]]))
+            name = model_name(kind_name, str(size))
+            settings = settings_of(plan, overrides, name, options)
+            models.append(Model(kind_name, str(size), settings, budgets))
+    return models
+
+
+def settings_of(plan: dict, overrides: dict, name: str, entry: dict) -> dict:
+    """All options of a run or model of the plan; later ones win."""
+    entry = dict(entry)
+    with errors_about(name):
+        entry_recipe = recipe(entry.pop("recipe", None))
+        settings = recipe(plan.get("recipe")) | plan["common"] | entry_recipe | overrides | entry
+        if isinstance(settings.get("model.config"), str):  # the results keep what was trained
+            settings["model.config"] = with_content(settings["model.config"])
+    return settings
+
+
+def recipe(file: str | None) -> dict:
+    """The options of the configuration that a plan or a run names as its recipe."""
+    if file is None:
+        return {}
+    values = dict(flatten(read_yaml(as_path(file))))
+    options = {key: value for key, value in values.items() if key.startswith("optim.")}
+    if not options:
+        raise UserError(f"recipe: {file} has no section optim; give a configuration that has one")
+    return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
 
 
 def check_plan(plan: dict) -> None:
@@ -231,43 +273,57 @@ def check_times(plan: dict, entries: dict[str, dict]) -> None:
         raise UserError(f"the plan has a time twice: {problem}; give another sweep_share")
 
 
-def check_names(runs: list[Run]) -> None:
-    """Raises UserError for runs or models whose results or directories would be the same."""
+def check_only(only: list[str], names: set[str]) -> None:
+    """Raises UserError for names of the command line that the plan does not have."""
+    if unknown := sorted({*only} - names):
+        allowed = shlex.join(sorted(names))
+        raise UserError(f"--only {shlex.join(unknown)}: not in the plan; allowed: {allowed}")
+
+
+def check_runs(runs: list[Run], seeds: list[int]) -> None:
+    """Raises UserError for options that are not allowed, for a seed that would train twice, and for
+    runs whose results or directories would be the same.
+    """
+    for run in runs:
+        if (seed := run.settings.get("seed", RunConfig.seed)) in seeds:
+            raise UserError(f"{run.name}: seed {seed} is its first seed already; give other seeds")
+    runs = [*runs, *(run.with_seed(seed) for run in runs for seed in seeds)]
     folders = Counter(run.folder for run in runs)
     if same := [run.name for run in runs if folders[run.folder] > 1]:
         problem = f"{' and '.join(map(repr, same[:2]))} would share results"
         raise UserError(f"the plan has models of one name: {problem}; give them other names")
+    for run in runs:
+        with errors_about(run.name):
+            run.config(f"name={run.folder}")
 
 
-def recipe(file: str | None) -> dict:
-    """The options of the configuration that a plan or a run names as its recipe."""
-    if file is None:
-        return {}
-    values = dict(flatten(read_yaml(as_path(file))))
-    options = {key: value for key, value in values.items() if key.startswith("optim.")}
-    if not options:
-        raise UserError(f"recipe: {file} has no section optim; give a configuration that has one")
-    return options | {"model.mixing_init": values.get("model.mixing_init", "reference")}
+def check_run_options(runs: list[Run], results: dict) -> None:
+    """Raises UserError if the results have one of these runs with other options."""
+    for run in runs:
+        if run.name in results:
+            check_same(run.name, results[run.name]["settings"], run.settings)
 
 
-def check_settings(run: Run, results: dict, has_rates: bool) -> None:
-    """Raises UserError if the results have this run, or runs of this model, with other options.
-    has_rates: whether the plan gives models others than their own.
+def check_model_options(models: list[Model], results: dict, has_rates: bool) -> None:
+    """Raises UserError if the results have runs of these models with other options. has_rates:
+    whether the plan gives them others than their own.
     """
-    for name, row in results.items():
-        recorded = row["settings"]
-        planned = run.settings
-        if run.identity and run.identity == {key: row.get(key) for key in run.identity}:
-            # What differs between the runs of one model.
-            rate = recorded.get("optim.lr", run.rate) if has_rates else run.rate
-            planned = run.timed(1, rate, recorded.get("train.steps", 1)).settings
-            planned |= {k: recorded[k] for k in ("seed", "train.init_from") if k in recorded}
-        elif name != run.name:
-            continue
-        if difference := difference_of(recorded, planned):
-            allowed = "give those options, or another --output"
-            problem = f"the results have {name!r} with other options: {difference}"
-            raise UserError(f"{problem}; {allowed}")
+    for model in models:
+        for name, row in results.items():
+            if model.has(row):
+                recorded = row["settings"]
+                # What differs between the runs of one model.
+                rate = recorded.get("optim.lr", model.rate) if has_rates else model.rate
+                run = model.timed(1, rate, recorded.get("train.steps", 1))
+                between = {k: recorded[k] for k in ("seed", "train.init_from") if k in recorded}
+                check_same(name, recorded, run.settings | between)
+
+
+def check_same(name: str, recorded: dict, planned: dict) -> None:
+    """Raises UserError if a run of the results had other options than it has now."""
+    if difference := difference_of(recorded, planned):
+        problem = f"the results have {name!r} with other options: {difference}"
+        raise UserError(f"{problem}; give those options, or another --output")
 
 
 def difference_of(recorded: dict, planned: dict) -> str:
@@ -281,14 +337,14 @@ def difference_of(recorded: dict, planned: dict) -> str:
 
 def data_options(settings: dict) -> dict:
     """What decides on which samples a run trains; a task's depend on the context."""
-    elsewhere = ("data.directory", "data.workers")  # where and how fast a text is tokenized
     read = ("data.", "model.max_position_embeddings")
-    return {k: settings[k] for k in settings if k.startswith(read) and k not in elsewhere}
+    left_out = {f"data.{name}" for name in NOT_COMPARED}
+    return {k: settings[k] for k in settings if k.startswith(read) and k not in left_out}
 
 
-def check_data(runs: list[Run], results: dict) -> None:
+def check_data(settings: list[dict], results: dict) -> None:
     """Raises UserError if all runs have the same data, but the results have a run of other data."""
-    first, *later = (data_options(run.settings) for run in runs)
+    first, *later = map(data_options, settings)
     if any(options != first for options in later):
         return
     for name, row in results.items():
@@ -304,69 +360,90 @@ def job_of_run(run: Run, seeds: list[int]) -> Job:
         yield run.with_seed(seed)
 
 
-def job_of_kind(plan: dict, models: list[Run], chosen: list[Run], results: dict) -> Job:
+def job_of_kind(plan: dict, models: list[Model], chosen: list[Model], results: dict) -> Job:
     """All runs of the chosen sizes of a kind, and longer ones of the best of all sizes."""
+    problems = []
     for model in chosen:
-        yield from runs_of_model(plan, model)
+        try:
+            yield from runs_of_model(plan, model, results)
+        except UserError as error:  # the other sizes go on
+            problems.append(str(error))
     for seconds in plan.get("seconds_of_best", []):
-        if best := best_size(results, models[0].identity["kind"], plan["seconds"]):
-            model = next(model for model in models if model.identity["size"] == best["size"])
-            model = yield from pretrained(plan, model)
-            yield from longer_runs(plan, model, seconds, [best])
+        if best := best_size(results, models[0].kind, plan["seconds"]):
+            model = next(model for model in models if model.size == best["size"])
+            model = yield from pretrained(plan, model, results)
+            yield from longer_runs(plan, model, seconds, best["lr"], results)
+    if problems:
+        raise UserError("\n".join(problems))
 
 
-def pretrained(plan: dict, model: Run, seed: int | None = None) -> Generator[Run, dict, Run]:
-    """The model as it starts: where the plan has `pretraining`, from the weights of such a run."""
+def runs_of_model(plan: dict, model: Model, results: dict) -> Job:
+    """A run that measures the speed; for each budget those of all rates, and the longer ones."""
+    model = yield from pretrained(plan, model, results)
+    yield from needed(model.speed_run(min(plan.get("rates", [model.rate]))))
+    for budget in model.budgets:
+        rate = model.rate
+        if "rates" in plan:
+            rate = yield from best_rate(plan, model, budget, results)
+        yield from longer_runs(plan, model, budget, rate, results)
+
+
+def pretrained(
+    plan: dict, model: Model, results: dict, seed: int | None = None
+) -> Generator[Run, dict, Model]:
+    """The model as it starts: where the plan has `pretraining`, from the weights of such a run.
+    Raises UserError if that has diverged.
+    """
     if "pretraining" not in plan:
         return model
     first = first_of(plan, model)
-    speed = yield first.timed(0, first.rate, first.measuring_steps)
-    run = first.timed(plan["seconds"], first.rate, steps_in(plan["seconds"], speed))
+    yield from needed(first.speed_run(first.rate))
+    steps = steps_of(first, plan["seconds"], results)
+    run = first.timed(plan["seconds"], first.rate, steps)
     if seed is not None:
         run = run.with_seed(seed)
-    row = yield replace(run, keeps_checkpoint=True)
+    row = yield from needed(replace(run, keeps_checkpoint=True))
     return replace(model, settings=model.settings | {"train.init_from": row["checkpoint"]})
 
 
-def first_of(plan: dict, model: Run) -> Run:
+def first_of(plan: dict, model: Model) -> Model:
     """The pretraining of a model."""
-    identity = model.identity | {"kind": f"{model.identity['kind']}, pretraining"}
     settings = model.settings | {"train.init_from": ""} | plan["pretraining"]
-    return Run(" ".join(identity.values()).strip(), settings, identity)
+    return Model(f"{model.kind}, pretraining", model.size, settings, (plan["seconds"],))
 
 
-def runs_of_model(plan: dict, model: Run) -> Job:
-    """A run that measures the speed; for each budget those of all rates, and the longer ones."""
-    model = yield from pretrained(plan, model)
-    for budget in model.budgets:
-        yield from runs_of_budget(plan, model, budget)
+def needed(run: Run) -> Generator[Run, dict, dict]:
+    """The row of a run that others need. Raises UserError if it has diverged."""
+    row = yield run
+    if "failure" in row:
+        problem = f"{run.name}: diverged at {row['lr']:g}, and others need it"
+        raise UserError(f"{problem}; lower optim.lr or the plan's rates, and give another --output")
+    return row
 
 
-def runs_of_budget(plan: dict, model: Run, seconds: float) -> Job:
-    rates = plan.get("rates")
-    lowest = min(rates or [model.rate])
-    speed = yield model.timed(0, lowest, model.measuring_steps)
-    shorter = [speed]
-    if rates and "failure" not in speed:
-        share = plan["sweep_share"]
-        steps = max(1, round(share * steps_in(seconds, speed)))
-        shorter = []
-        for rate in rates:
-            row = yield model.timed(share * seconds, rate, steps)
-            shorter.append(row)
-    good = [row for row in shorter if "failure" not in row]
-    if not good:
+def best_rate(
+    plan: dict, model: Model, seconds: float, results: dict
+) -> Generator[Run, dict, float]:
+    """That of the lowest loss after a share of the steps. Raises UserError if all runs diverge."""
+    share = plan["sweep_share"]
+    steps = steps_of(model, seconds, results, share)
+    losses = {}
+    for rate in plan["rates"]:
+        row = yield model.timed(share * seconds, rate, steps)
+        if "failure" not in row:
+            losses[rate] = row["validation_loss"]
+    if not losses:
+        lowest = min(plan["rates"])
         raise UserError(f"{model.name}: diverges even at {lowest:g}; add lower rates")
-    yield from longer_runs(plan, model, seconds, good)
+    return min(losses, key=losses.__getitem__)
 
 
-def longer_runs(plan: dict, model: Run, seconds: float, shorter: list[dict]) -> Job:
+def longer_runs(plan: dict, model: Model, seconds: float, best: float, results: dict) -> Job:
     """A model at the best rate of shorter runs and at the next lower one, which more steps may
     want; then with the other seeds at the better of these two.
     """
-    best = min(shorter, key=lambda row: row["validation_loss"])
-    steps = steps_in(seconds, max(shorter, key=lambda row: row["tokens_per_second"]))
-    rates = sorted(rate for rate in plan.get("rates", [best["lr"]]) if rate <= best["lr"])[-2:]
+    steps = steps_of(model, seconds, results)
+    rates = sorted(rate for rate in plan.get("rates", [best]) if rate <= best)[-2:]
     keeps = plan.get("keep_checkpoints", False)
     losses = {}
     for rate in reversed(rates):
@@ -374,13 +451,25 @@ def longer_runs(plan: dict, model: Run, seconds: float, shorter: list[dict]) -> 
         losses[rate] = row.get("validation_loss", float("inf"))
     for seed in plan.get("seeds", []):
         better = min(losses, key=losses.__getitem__)
-        again = yield from pretrained(plan, model, seed)
+        try:
+            again = yield from pretrained(plan, model, results, seed)
+        except UserError:  # the report has it, and other seeds go on
+            continue
         run = again.timed(seconds, better, steps).with_seed(seed)
         yield replace(run, keeps_checkpoint=keeps)
 
 
-def steps_in(seconds: float, measured: dict) -> int:
-    """The steps that a model was measured to do in a time, at most MOST_EPOCHS of its text."""
-    most = MOST_EPOCHS * measured["training_tokens"]
-    tokens = min(seconds * measured["tokens_per_second"], most)
-    return max(1, int(tokens / measured["tokens_a_step"]))
+def steps_of(model: Model, seconds: float, results: dict, share: float = 1.0) -> int:
+    """The steps of a model's runs for a share of a time: as many as the first of these had, or else
+    as many as fit by the model's fastest run so far. The run that measures the speed counts only
+    where no other has ended: it is short, and what starts on the same machine meanwhile slows it.
+    """
+    rows = [row for row in results.values() if model.has(row)]
+    for row in rows:
+        if row["budget"] == share * seconds:
+            return row["settings"]["train.steps"]
+    with_speed = [row for row in rows if "failure" not in row]
+    longer = [row for row in with_speed if row["budget"]]
+    fastest = max(longer or with_speed, key=lambda row: row["tokens_per_second"])
+    tokens = min(seconds * fastest["tokens_per_second"], MOST_EPOCHS * fastest["training_tokens"])
+    return max(1, round(share * max(1, int(tokens / fastest["tokens_a_step"]))))

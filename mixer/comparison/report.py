@@ -117,7 +117,7 @@ def kinds_sections(result: dict, width: int) -> list[str]:
     runs = result["runs"]
     swept = sweep_budgets(result["plan"])
     rows = [row for row in runs.values() if row["budget"] and "seed" not in row]
-    rows = [row for row in rows if not row["kind"].endswith("pretraining")]
+    rows = [row for row in rows if not is_pretraining(row)]
     rows.sort(key=lambda row: (row["budget"], row.get("validation_loss", math.inf)))
     longer = []
     sweep = []
@@ -138,8 +138,25 @@ def kinds_sections(result: dict, width: int) -> list[str]:
         *section("## Losses", longer, width, keys=3),
         *section("## Seeds", seed_rows(runs), width),
         *section("## Learning rates", sweep, width),
+        *divergences(runs, width),
         wrapped(notes, width),
     ]
+
+
+def divergences(runs: dict, width: int) -> list[str]:
+    """Why models have no longer runs: their run that measures the speed, or their pretraining, is
+    in no table.
+    """
+    reasons = [
+        wrapped(f"{name}: {row['failure']}", width, first_indent="- ", indent="  ")
+        for name, row in runs.items()
+        if "failure" in row and (not row["budget"] or is_pretraining(row))
+    ]
+    return ["## Diverged", "\n".join(reasons)] if reasons else []
+
+
+def is_pretraining(row: dict) -> bool:
+    return row["kind"].endswith("pretraining")
 
 
 def sweep_budgets(plan: dict) -> set[float]:
@@ -216,7 +233,9 @@ def repeated(runs: dict) -> dict[str, list[dict]]:
 
 
 def draw(result: dict, output: Path) -> bool:
-    """Whether it drew losses by training time: not of retrieval, nor of more runs than colours."""
+    """Whether it drew losses by training time: not of retrieval, of more runs than colours, nor of a
+    single separate run.
+    """
     runs = result["runs"]
     kinds = result["plan"].get("kinds")
     if kinds:
@@ -230,7 +249,7 @@ def draw(result: dict, output: Path) -> bool:
             return False
         title = "Training loss (dot: validation)"
     else:
-        if not finished(runs):
+        if len(finished(runs)) < 2:
             return False
         title = "Validation loss of separate runs (bar: spread of seeds)"
     with curves(output, title, "training time (s)", "loss (nats)") as axes:

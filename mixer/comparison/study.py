@@ -8,6 +8,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,6 +48,21 @@ def result_paths(output: Path) -> tuple[Path, Path]:
     return output.with_name(f"{output.name}.json"), output.with_name(f"{output.name}-runs")
 
 
+@dataclass
+class Running:
+    """A run that trains, in a process of its own, and the last line of its output that was printed.
+    Times are of time.monotonic().
+    """
+
+    job: Job
+    run: Run
+    gpu: str
+    process: BaseProcess
+    line: str = "started"
+    line_began: float = field(default_factory=time.monotonic)  # when it was new
+    line_printed: float = field(default_factory=time.monotonic)
+
+
 @contextmanager
 def open_study(output: Path, plan: dict, command: str, commit: str = "") -> Iterator["Study"]:
     """The results, which no other command can add to or replace inside of the block. commit: of the
@@ -70,11 +86,8 @@ class Study:
         self.result = earlier | {"plan": plan}
         self.origin = {"commit": commit, "command": command}  # of the rows that are added
         self.problems: list[str] = []
-        # By the names of runs: the last line that was said, since when it is the last of the run's
-        # output, and when it was said, of time.monotonic().
-        self.said: dict[str, tuple[str, float, float]] = {}
         self.stopped = False
-        self.running: dict[Connection, tuple[Job, Run, str, BaseProcess]] = {}
+        self.running: dict[Connection, Running] = {}
 
     @lasting_output()
     def work(self, jobs: list[Job]) -> int:
@@ -106,11 +119,11 @@ class Study:
             if not ended:
                 self.say_progress()
             for connection in ended:
-                job, run, gpu, process = self.running.pop(connection)
-                free_gpus.append(gpu)
-                if row := self.outcome(connection, run):
-                    waiting.append((job, row))
-                process.join()
+                running = self.running.pop(connection)
+                free_gpus.append(running.gpu)
+                if row := self.outcome(connection, running.run):
+                    waiting.append((running.job, row))
+                running.process.join()
         # Where nothing was left to do, only the report may be missing.
         if len(self.runs) > runs_before or not (self.problems or self.stopped):
             print(write_report(self.result, self.file))
@@ -123,8 +136,8 @@ class Study:
 
     def stop(self, *_) -> None:
         self.stopped = True
-        for *_, process in self.running.values():
-            process.terminate()
+        for running in self.running.values():
+            running.process.terminate()
 
     def next_run(self, job: Job, row: dict | None) -> Run | None:
         """The next run of a job that is not in the results, if there is one."""
@@ -147,9 +160,7 @@ class Study:
         process.start()
         theirs.close()  # so that the end of the process ends what is read
         print(f"{run.name}: started; its output is in {self.log_of(run)}", flush=True)
-        seconds = time.monotonic()
-        self.said[run.name] = "started", seconds, seconds
-        self.running[ours] = job, run, gpu, process
+        self.running[ours] = Running(job, run, gpu, process)
         if self.stopped:  # by a signal that came before this process was known
             process.terminate()
 
@@ -158,20 +169,21 @@ class Study:
 
     def say_progress(self) -> None:
         """Prints the last line of each run's output, if it is new, or after progress.SECONDS."""
-        for _, run, *_ in self.running.values():
-            log = self.log_of(run)
+        for running in self.running.values():
+            log = self.log_of(running.run)
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            line = lines[-1] if lines else "started"
+            line = lines[-1] if lines else running.line
             seconds = time.monotonic()
-            last_line, since, said_at = self.said[run.name]
-            if line != last_line:
-                since = seconds
-                print(f"{run.name}: {line}", flush=True)
-            elif seconds - said_at > progress.SECONDS:
-                print(f"{run.name}: {line} ({seconds - since:.0f} s ago)", flush=True)
+            if line != running.line:
+                running.line = line
+                running.line_began = seconds
+                print(f"{running.run.name}: {line}", flush=True)
+            elif seconds - running.line_printed > progress.SECONDS:
+                age = f"{seconds - running.line_began:.0f} s ago"
+                print(f"{running.run.name}: {line} ({age})", flush=True)
             else:
                 continue
-            self.said[run.name] = line, since, seconds
+            running.line_printed = seconds
 
     def outcome(self, connection: Connection, run: Run) -> dict | None:
         """The row of a process that has ended, if its run has: it is in the results now."""

@@ -31,7 +31,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     saved = config.directory / "config.yaml"
     if saved.exists() and load_config(str(saved), []) != config:  # of other options
         shutil.rmtree(config.directory)
-    data = config.objective.open_data()
+    data = config.build_objective().open_data()
     text = [split.tokens_sha256 for split in data.manifest.splits.values()]
     if recorded not in (None, text):
         problem = f"{config.data.directory or config.data.source} has other tokens than the results"
@@ -51,7 +51,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
         row["parameters"] = model.num_parameters()
         if (flops := useful_flops(model, config)) is not None:
             row["useful_tflops"] = flops * row["tokens_per_second"] / 1e12
-    if run.keeps_checkpoint:
+    if run.keeps_checkpoint and "failure" not in row:
         row["checkpoint"] = str(config.directory / f"step-{config.train.steps}")
     else:
         shutil.rmtree(config.directory)

@@ -27,7 +27,7 @@ def decoded(data: bytes, file: Path) -> str | None:
     has_many_controls = controls > MOST_CONTROLS * len(data)
     problem = ""
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # a byte order mark is no part of the text
         if not has_many_controls:
             return text
     except UnicodeDecodeError as error:

@@ -153,7 +153,7 @@ class Corpus:
             if shard.file and shard.file.stat()[1:3] in held_out:
                 problem = f"{shard.file} belongs to both data.path and data.validation_path"
                 raise UserError(f"{problem}: name different files in one of them")
-        self.has_one_document = False  # of which the end is held out
+        self.copies_of_only_document = 0  # of which the end is held out
         documents_of_splits = self.documents()
         first_split, document = next(documents_of_splits)
         if all(split == first_split for split, _ in documents_of_splits):
@@ -165,7 +165,7 @@ class Corpus:
                 problem = f"{text} has 1 document (copies count once), and validation needs another"
                 remedy = "add files, or give data.validation_path (hub: data.validation_split)"
                 raise UserError(f"{problem}: {remedy}")
-            self.has_one_document = True
+            self.copies_of_only_document = sum(1 for _ in self.documents())
 
     def documents(self, say: Say = lambda line: None) -> Iterator[tuple[str, str]]:
         """(split, document) of all documents, in order. Says how many rows have no text, and how
@@ -176,11 +176,13 @@ class Corpus:
         document is for training, and the next that is no copy of it for validation. If there is
         only one, the end of it is held out, and said.
         """
-        if self.has_one_document:
+        if self.copies_of_only_document:
             (text,) = deque(documents(self.training, self.config, say=say), maxlen=1)
             start = start_of_end(text, self.config.validation_fraction)
             share = f"{len(text) - start:,} of its {len(text):,} characters"
-            say(f"there is one document: its end is for validation, {share}")
+            copies = self.copies_of_only_document
+            number = f"there are {copies:,} copies of one" if copies > 1 else "there is one"
+            say(f"{number} document: its end is for validation, {share}")
             yield "train", text[:start]
             yield "validation", text[start:]
             return

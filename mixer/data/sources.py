@@ -29,6 +29,7 @@ from mixer.common.files import as_path, sha256
 from mixer.data.config import FILE_SOURCES, DataConfig, existing_data, has_no_splits
 from mixer.data.decoding import decoded
 
+NO_ROW = {}  # of an empty line, which counts for the numbers of rows alone
 BETWEEN = "\0"  # the two texts of a pair; the first one has no such character
 MOST_MISSING = 0.1  # share of rows without the text field; with more, it is no field of all rows
 MOST_BINARY = 0.5  # share of files that are no text; with more, another folder may be meant
@@ -84,8 +85,7 @@ def documents(
     shards: Iterable[Shard], config: DataConfig, blank: bool = False, say: Say = say_on_stderr
 ) -> Iterator[str]:
     """The documents of the shards, the first `max_documents` of them. An empty text is none, nor is
-    white space, except with `blank`. Says at the end how many rows have no text, and how many files
-    are none.
+    white space, except with `blank`. Says at the end how many rows and files are left out.
 
     Raises UserError for what cannot be read, too many of these rows or files, and no document.
     """
@@ -93,6 +93,7 @@ def documents(
     missing = 0  # rows without text
     fields: list[str] = []  # of the first of them
     binary: list[Path] = []  # files that are no text
+    empty = 0
     for text in itertools.chain.from_iterable(map(shard_texts, shards)):
         if isinstance(text, Path):
             binary.append(text)
@@ -109,6 +110,8 @@ def documents(
                 break
             count += 1
             yield text
+        else:
+            empty += 1
     if binary:
         files = count + len(binary)
         share = f"{len(binary):,} of {files:,} files of {config.path}"
@@ -117,6 +120,9 @@ def documents(
             remedy = f"give a glob of the texts, such as {example_glob(config.path)}"
             raise UserError(f"{left_out}; at most {MOST_BINARY:.0%} may be none: {remedy}")
         say(f"left out: {left_out}")
+    if empty and config.source != "builtin":
+        share = f"{empty:,} of {count + missing + len(binary) + empty:,} texts of {config.path}"
+        say(f"left out: {share} are empty, or white space")
     rows = count + missing
     if not rows:
         raise UserError(f"the corpus is empty: no document with text in {config.path}")
@@ -140,7 +146,8 @@ def shard_texts(shard: Shard) -> Iterator[str | list[str] | Path]:
     number = 1
     try:
         for row in _rows(shard):
-            yield _text(row, config)
+            if row != NO_ROW:
+                yield _text(row, config)
             number += 1
     except UserError:
         raise
@@ -164,8 +171,6 @@ def _text(row: object, config: DataConfig) -> str | list[str] | Path:
         return row
     if not isinstance(row, dict):
         raise ValueError(f"it holds {type(row).__name__}, not an object")
-    if not row:
-        return ""
     names = filter(None, (config.text_field, config.pair_field))
     texts: list[Any] = [row.get(name) for name in names]
     if None in texts:
@@ -248,7 +253,7 @@ def _text_row(file: Path, config: DataConfig) -> Iterator[dict | Path]:
 
 def _builtin_row(file: Path, config: DataConfig) -> Iterator[dict]:
     with suppress(UnicodeDecodeError):  # a few tests of Python are not UTF-8 on purpose
-        yield {config.text_field: file.read_bytes().decode("utf-8")}
+        yield {config.text_field: file.read_bytes().decode("utf-8-sig")}
 
 
 def _json_rows(file: Path, config: DataConfig) -> Iterator[object]:
@@ -257,7 +262,7 @@ def _json_rows(file: Path, config: DataConfig) -> Iterator[object]:
         if opened.peek(4).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from json.load(opened)
         else:
-            yield from (json.loads(line) if line.strip() else {} for line in opened)
+            yield from (json.loads(line) if line.strip() else NO_ROW for line in opened)
 
 
 def _parquet_rows(file: Path, config: DataConfig) -> Iterator[dict]:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from contextlib import suppress
@@ -161,7 +162,9 @@ class Stop:
         self.number = 0  # of the first signal
         self.received_at = 0.0  # of time.monotonic()
         self.old_handlers = {}
-        for number in SIGNALS:
+        # Of a thread, such as a web server's, Python takes no handlers: signals do what they did.
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        for number in SIGNALS if is_main_thread else ():
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self.old_handlers[number] = signal.signal(number, self._note)
 

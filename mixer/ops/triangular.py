@@ -152,10 +152,10 @@ def _uses_kernels(backend: str, device: torch.device, dtype: torch.dtype, is_ali
     if supports and (dtype == torch.float16 or cuda.device_facts(device.index)[0] >= 80):
         problem = selftest.fault(device.index)
     else:
-        heads = "" if is_aligned else ", in heads of an unsupported size"
+        unaligned_heads = "" if is_aligned else ", in heads of an unsupported size"
         problem = (
-            f"x is {dtype} on {device}{heads}; the CUDA kernels take float16, and bfloat16 from "
-            "compute capability 8.0, in heads of a multiple of 8 channels. Use "
+            f"x is {dtype} on {device}{unaligned_heads}; the CUDA kernels take float16, and "
+            "bfloat16 from compute capability 8.0, in heads of a multiple of 8 channels. Use "
             "backend='dense', or convert x (train.mixed_precision=fp16 or bf16)."
         )
     if problem is None:

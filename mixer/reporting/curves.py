@@ -1,5 +1,6 @@
 """Draws the losses of a run, or of several by training time."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -42,15 +43,16 @@ def plot_training(run: Path, lines: list[dict], output: Path, published: str | N
 def published_losses(file: str) -> dict[str, list[tuple[int, float]]]:
     """(step, loss) of each point of each run in a file. Raises UserError if it has others."""
     try:
-        runs = read_yaml(as_path(file))
-        losses = {name: sorted(run["losses"].items()) for name, run in runs.items()}
+        losses = {
+            name: [(int(step), float(loss)) for step, loss in sorted(run["losses"].items())]
+            for name, run in read_yaml(as_path(file)).items()
+        }
         if not all(losses.values()):
             raise ValueError("a run without losses")
-        return {
-            name: [(int(step), float(loss)) for step, loss in points]
-            for name, points in losses.items()
-        }
-    except (TypeError, KeyError, ValueError, AttributeError):
+        if not all(math.isfinite(loss) for points in losses.values() for _, loss in points):
+            raise ValueError("a loss that cannot be drawn")
+        return losses
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         form = "NAME: {losses: {4000: 3.9, 8000: 3.6}}"
         raise UserError(f"{file} is not a file of losses by step; allowed: {form}") from None
 

@@ -165,8 +165,7 @@ class RunConfig:
     def directory(self) -> Path:
         return as_path(self.output_dir) / self.name
 
-    @property
-    def objective(self) -> "Objective":
+    def build_objective(self) -> "Objective":
         from mixer.objectives.objective import objective_of  # which takes seconds
 
         return objective_of(self.train, self.data, self.model.max_position_embeddings)
@@ -297,7 +296,7 @@ def _set(run: RunConfig, key: str, value: Any) -> str | None:
         near += difflib.get_close_matches(key, OPTIONS, 1)
         hint = f"did you mean {near[0]}?" if near else "allowed keys: mixer train --help"
         return f"unknown key {key} = {value!r}; {hint}"
-    choices = OPTIONS[key].metadata.get("choices", ())
+    choices = OPTIONS[key].metadata["choices"]
     if isinstance(value, bool) and str(value).lower() in choices:
         value = str(value).lower()  # YAML's true, where it is one of several choices
     section, _, name = key.rpartition(".")

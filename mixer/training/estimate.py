@@ -12,6 +12,7 @@ from mixer.data.config import Manifest
 from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, model_config, new_model
 from mixer.models.masked_mixer.convolution import KeyedConv, TriangularConv
+from mixer.objectives.config import traits_of
 from mixer.training.config import RunConfig
 
 
@@ -47,10 +48,11 @@ def activation_bytes(model: PreTrainedModel, run: RunConfig, on_gpu: bool) -> fl
     blocks = len(blocks_of(model))
     number_bytes = 4 if run.train.mixed_precision == "no" else 2
     context = run.model.max_position_embeddings
-    tokens = run.train.batch_size * run.objective.sample_tokens
+    objective = run.build_objective()
+    tokens = run.train.batch_size * objective.sample_tokens
 
     # In fp32 the softmax of the logits and its gradient.
-    token_bytes = 2 * 4 * config.vocab_size if run.objective.reads_logits else 0
+    token_bytes = 2 * 4 * config.vocab_size if objective.reads_logits else 0
     if run.train.recompute == "block":
         token_bytes += number_bytes * blocks * config.hidden_size  # the input of each
         return tokens * token_bytes
@@ -81,7 +83,7 @@ def less_memory(run: RunConfig, device: torch.device) -> str:
     """What to change for a run that needs less memory: all that helps and is not done already."""
     train = run.train
     advice = []
-    compares_samples = run.objective.traits.compares_samples
+    compares_samples = traits_of(train, run.data).compares_samples
     if train.batch_size > (2 if compares_samples else 1):
         lower = "lower train.batch_size"
         if not compares_samples:

@@ -47,19 +47,16 @@ def train(run: RunConfig) -> PreTrainedModel:
     with advice_on_errors(run, accelerator):
         world = World(accelerator)
         check_run(run, world)
-        torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
-        with run_locked(run.directory) if world.is_main else nullcontext():
+        lock = run_locked(run.directory) if world.is_main else nullcontext()
+        with lock, tf32_products(run.train.tf32):
             data = open_run_data(run, world)
             memory_gb = needed_gb(run, data.manifest, world)
             state = start_state(run, data, world)
             # Its first collection takes long, and would hold up a signal that `Stop` is to receive.
             with manual_garbage_collection():
-                metrics = None
                 if world.is_main:
                     write_config(run, state)
-                    metrics = open_metrics(run, state)
-                world.say(banner(run, state, len(data.training), memory_gb, world))
-                model = TrainingLoop(run, data, state, metrics, world).train()
+                model = TrainingLoop(run, data, state, world).train(memory_gb)
     accelerator.end_training()
     return model
 
@@ -71,26 +68,17 @@ def write_config(run: RunConfig, state: State) -> None:
         save_config(used_configuration(run), path, state.record["earlier"])
 
 
-def open_metrics(run: RunConfig, state: State) -> Metrics:
-    """Goes on with metrics.jsonl."""
-    step = state.counters.step
-    return Metrics(run, step, evaluation_due(run.train, step), state.wandb_id)
-
-
 class TrainingLoop:
     """The training of a run, on one of its processes. `train` does all steps that are left.
 
     metrics: on the main process; None on the others.
     """
 
-    def __init__(
-        self, run: RunConfig, data: Data, state: State, metrics: Metrics | None, world: World
-    ):
+    def __init__(self, run: RunConfig, data: Data, state: State, world: World):
         self.run = run
-        self.objective = run.objective
+        self.objective = run.build_objective()
         self.data = data
         self.state = state
-        self.metrics = metrics
         self.world = world
         self.accelerator = world.accelerator
         self.device = world.device
@@ -102,6 +90,9 @@ class TrainingLoop:
         self.counters = state.counters
         # Step 0; on a resume the step where the run stands, whose evaluation a killed run may lack.
         self.evaluates_first = evaluation_due(run.train, self.counters.step)
+        self.metrics = None
+        if world.is_main:
+            self.metrics = Metrics(run, self.counters.step, self.evaluates_first, state.wandb_id)
         self.guard = Guard(
             self.optimizer,
             scaled=self.scaler is not None,
@@ -128,6 +119,7 @@ class TrainingLoop:
             pin=self.device.type == "cuda",
         )
         self.step_tokens = self.batches.step_samples * self.objective.sample_tokens
+        self.token_flops = useful_flops(self.model, run)
         self.counts_targets = self.objective.counts_targets(data)
         self.profiles = run.logging.profile and world.is_main
         self.stop = Stop(world)
@@ -141,11 +133,14 @@ class TrainingLoop:
         if world.is_main:
             self.nats += math.nan if self.counters.nats is None else self.counters.nats
 
-    def train(self) -> PreTrainedModel:
-        """All steps that are left, or those until a signal. Returns the model."""
+    def train(self, memory_gb: float) -> PreTrainedModel:
+        """All steps that are left, or those until a signal. Returns the model. memory_gb: from
+        `needed_gb`.
+        """
         counters = self.counters
         stopped = False
         try:
+            self.world.say(banner(self, memory_gb))
             if self.metrics:  # a copied run may lack the link, by which the best one is spared
                 self.writer.link_best(self.metrics.validation_losses)
             if self.evaluates_first:
@@ -166,7 +161,7 @@ class TrainingLoop:
             self.stop.close()
         if self.metrics:
             self.metrics.close()
-        self.world.say(closing(self.run, counters.step, stopped))
+        self.world.say(closing(self, stopped))
         return self.model
 
     def step(self) -> None:
@@ -251,9 +246,8 @@ class TrainingLoop:
         }
         if self.scaler is not None:
             line["loss_scale"] = self.scaler.get_scale()
-        flops = useful_flops(self.model, self.run)
         precision = self.run.train.mixed_precision
-        line |= self.timer.lap(counters.tokens, flops, self.world, precision)
+        line |= self.timer.lap(counters.tokens, self.token_flops, self.world, precision)
         if self.metrics:
             self.metrics.write(line)
         return as_text(line, self.run.train.steps)
@@ -298,10 +292,11 @@ def profiled(run: RunConfig) -> profile:
     return profile(schedule=steps, on_trace_ready=lambda done: done.export_chrome_trace(path))
 
 
-def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: World) -> str:
-    """A run's first lines: what it trains on what. samples: of the training split; memory_gb: from
-    `needed_gb`.
-    """
+def banner(loop: TrainingLoop, memory_gb: float) -> str:
+    """A run's first lines: what it trains on what. memory_gb: from `needed_gb`."""
+    run = loop.run
+    state = loop.state
+    world = loop.world
     parameters = state.model.num_parameters() / 1e6
     is_mixer = run.model.architecture == "masked_mixer"
     mixing = run.model.mixing_backend if is_mixer else f"of {state.model.config.model_type}"
@@ -311,9 +306,8 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     on_gpu = world.device.type == "cuda"
     device_name = torch.cuda.get_device_name(world.device) if on_gpu else str(world.device)
     steps = run.train.steps
-    step_samples = run.train.batch_size * run.train.gradient_accumulation_steps * world.size
-    step_tokens = step_samples * run.objective.sample_tokens
-    epochs = steps * step_samples / samples
+    samples = len(loop.data.training)
+    epochs = steps * loop.batches.step_samples / samples
     begins = "a fresh start"
     if state.resumed:
         begins = f"resuming {state.resumed}"
@@ -325,7 +319,7 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     lines = [
         f"{run.directory}: {parameters:.1f}M parameters, token mixing {mixing}, {processes} on "
         f"{device_name}",
-        f"{counted(steps, 'step')} of {counted(step_tokens, 'token')}, "
+        f"{counted(steps, 'step')} of {counted(loop.step_tokens, 'token')}, "
         f"{epochs:.2f} epochs of {counted(samples, 'sample')}",
         f"about {memory_gb:.1f} GB of memory; {begins}",
     ]
@@ -340,17 +334,19 @@ def banner(run: RunConfig, state: State, samples: int, memory_gb: float, world: 
     return "\n".join(lines)
 
 
-def closing(run: RunConfig, step: int, stopped: bool) -> str:
+def closing(loop: TrainingLoop, stopped: bool) -> str:
     """A run's last lines: what there is, and what can be done with it."""
+    run = loop.run
     if stopped:
+        step = loop.counters.step
         return f"stopped by a signal after step {step}. The same command continues from there"
     candidates = [run.directory / "best", *all_checkpoints(run.directory)[::-1]]
     checkpoints = [path for path in candidates if path.is_dir()]
     commands = [["curves", str(run.directory)]]
     if checkpoints:
-        evaluate = ["eval", "--checkpoint", str(checkpoints[0]), *run.objective.eval_arguments()]
+        evaluate = ["eval", "--checkpoint", str(checkpoints[0]), *loop.objective.eval_arguments()]
         commands.insert(0, evaluate)
-        if run.objective.writes_text:
+        if loop.objective.writes_text:
             commands.insert(1, ["generate", "--checkpoint", str(checkpoints[0])])
     lines = [f"{run.directory} is done. Next:"]
     lines += [f"  mixer {shlex.join(command)}" for command in commands]
@@ -365,6 +361,17 @@ def evaluation_due(train: TrainConfig, step: int) -> bool:
 def is_due(every: int, step: int) -> bool:
     """Whether something is done after `step` that is done every so many steps, or never for 0."""
     return every > 0 and step % every == 0
+
+
+@contextmanager
+def tf32_products(allowed: bool) -> Iterator[None]:
+    """Lets a GPU round the factors of fp32 products to TF32, or not; afterwards as before."""
+    of_caller = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = of_caller
 
 
 @contextmanager

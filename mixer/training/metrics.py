@@ -21,7 +21,7 @@ from mixer.common.files import write_text
 from mixer.common.hardware import peak_memory_gb, peak_tflops
 from mixer.distributed.world import World
 from mixer.models.architecture import flops_per_token
-from mixer.reporting.text import readable_lines
+from mixer.reporting.text import METRICS, readable_lines
 from mixer.training.config import RunConfig
 
 
@@ -31,7 +31,7 @@ def useful_flops(model: PreTrainedModel, run: RunConfig) -> float | None:
     """
     output = model.get_output_embeddings()
     assert output is not None
-    unread = output.weight.numel() * (not run.objective.reads_logits)
+    unread = output.weight.numel() * (not run.build_objective().reads_logits)
     flops = flops_per_token(model, run.model.max_position_embeddings)
     return None if flops is None else flops["useful"] - 6.0 * unread
 
@@ -88,7 +88,7 @@ class Metrics:
     """
 
     def __init__(self, run: RunConfig, step: int, evaluates_again: bool, wandb_id: str | None):
-        path = run.directory / "metrics.jsonl"
+        path = run.directory / METRICS
         self.name = run.logging.tracker
         # By step, those of as many targets or pairs as the last: others are not to be compared.
         self.validation_losses: dict[int, float] = {}

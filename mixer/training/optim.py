@@ -2,7 +2,8 @@
 function of the step, and what happens to gradients before a step: their norm, clipping, and a
 guard against non-finite ones.
 
-To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS of config.py.
+To add an optimizer: a function like `muon` below, and its name in OPTIMIZERS of config.py. It must
+be able to skip a step: see ChainedOptimizer.
 """
 
 import math
@@ -20,7 +21,7 @@ from mixer.common.errors import NotFinite
 from mixer.common.hardware import lacks_bf16
 from mixer.distributed.world import Group
 from mixer.training.config import LAGS_LR, LONG, LONG_LAGS_LR, OPTIMIZERS, OptimConfig
-from mixer.training.muon import Muon, skip_and_scale
+from mixer.training.muon import Muon
 
 ROUTERS = ("router", "gate")  # names of linear layers that choose experts
 MOST_SKIPPED = 50  # so many skipped steps in a row end a run
@@ -89,13 +90,22 @@ class ChainedOptimizer(torch.optim.Optimizer):
     It has the groups of all of them and one state for all, so that accelerate, GradScaler and
     checkpoints meet a single optimizer. A step whose `found_inf` (set by GradScaler and by the
     guard) is 1 must change nothing, and gradients are to be divided by `grad_scale` (set by
-    clipping). For optimizers that do not know both (`_step_supports_amp_scaling`), gradients are
-    divided here, or set to zero, so that NaN never reaches a weight.
+    clipping). Each optimizer does both itself, as torch's do that are fused, and says so by
+    `_step_supports_amp_scaling`. Raises TypeError for one that does not: to give it gradients of
+    zeros instead would still change its moments, and by these the weights.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        for optimizer in optimizers:
+            if not getattr(optimizer, "_step_supports_amp_scaling", False):
+                name = type(optimizer).__name__
+                raise TypeError(
+                    f"{name} cannot skip a step on the device; allowed: torch's optimizers that "
+                    "take fused=True, with it, and those that read found_inf and grad_scale as "
+                    "Muon does (skip_and_scale)"
+                )
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         super().__init__(groups, {})
         self.optimizers = list(optimizers)
@@ -118,13 +128,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
         for optimizer in self.optimizers:
-            if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf = getattr(self, "found_inf", None)  # pyright: ignore[reportAttributeAccessIssue]
-                optimizer.grad_scale = getattr(self, "grad_scale", None)  # pyright: ignore[reportAttributeAccessIssue]
-            else:
-                for gradient in gradients_of(optimizer):
-                    skip, scale = skip_and_scale(self, gradient.device)
-                    gradient.div_(scale).masked_fill_(skip > 0, 0)
+            optimizer.found_inf = getattr(self, "found_inf", None)  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer.grad_scale = getattr(self, "grad_scale", None)  # pyright: ignore[reportAttributeAccessIssue]
             optimizer.step()
 
 

@@ -22,6 +22,7 @@ from mixer.common.hardware import is_out_of_memory
 from mixer.distributed.world import World
 from mixer.models.architecture import blocks_of, final_norm
 from mixer.models.masked_mixer.modeling import MLP
+from mixer.objectives.config import traits_of
 from mixer.objectives.objective import Loss
 from mixer.training.config import RunConfig
 
@@ -42,7 +43,7 @@ def obstacle_to_graph(run: RunConfig, world: World) -> str:
         return "micro-batches are accumulated"
     if train.recompute == "block":
         return "recomputed blocks cannot be recorded"
-    if run.objective.traits.compares_samples and world.size > 1:
+    if traits_of(train, run.data).compares_samples and world.size > 1:
         return "the loss compares samples of several processes"
     if train.cuda_graphs == "auto" and torch.cuda.get_device_capability(world.device) < HOPPER:
         # and DDP sums gradients beside the backward pass, over slower links too

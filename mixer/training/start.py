@@ -123,7 +123,7 @@ def open_run_data(run: RunConfig, world: World) -> Data:
         if world.is_main:
             check_weights(run)
         world.of_main(None)  # the others wait for it
-    data = run.objective.open_data(world.say)
+    data = run.build_objective().open_data(world.say)
     world.require_shared(f"data.directory = {run.data.directory}", data.manifest.fingerprint)
     return data
 
@@ -238,7 +238,7 @@ def loss_on_device(model: PreTrainedModel, run: RunConfig, group: Group, world: 
     UserError for a model of transformers that sees later tokens.
     """
     set_recompute(model, run.train.recompute)
-    loss = run.objective.loss(model, group).train()
+    loss = run.build_objective().loss(model, group).train()
     if not world.is_sharded:
         loss.to(world.device)
     if run.model.architecture == "auto" and model.device.type != "meta":

@@ -21,7 +21,7 @@ from mixer.common.files import results_locked
 from mixer.common.hardware import commit
 from mixer.common.values import read_yaml
 from mixer.comparison import study
-from mixer.comparison.plan import Run, jobs_of
+from mixer.comparison.plan import Model, Run, jobs_of
 from mixer.comparison.side_by_side import plan_of
 from mixer.data.config import FILE_SOURCES
 
@@ -209,6 +209,7 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
         [row for row in runs.values() if row["budget"] == budget] for budget in (0.2, 0.4, 1.5)
     )
     for rows, shorter, seconds in ((final, swept, 0.4), (long, final, 1.5)):
+        earlier = [row for row in runs.values() if 0 < row["budget"] < seconds]
         *rows, seeded = rows
         assert seeded["seed"] == 7 and seeded["settings"]["seed"] == 7
         assert seeded["lr"] == min(rows, key=lambda row: row["validation_loss"])["lr"]
@@ -216,8 +217,8 @@ def test_an_interrupted_plan_goes_on_where_it_was_and_a_long_run_resumes(
         best = min(good, key=lambda row: row["validation_loss"])
         # the best rate of shorter runs, and the next lower one
         assert [row["lr"] for row in rows] == [lr for lr in (6e-3, 3e-3) if lr <= best["lr"]]
-        by = max(good, key=lambda row: row["tokens_per_second"]) if rows[0] in final else best
-        tokens = min(seconds * by["tokens_per_second"], 4 * by["training_tokens"])
+        fastest = max(row["tokens_per_second"] for row in earlier if "failure" not in row)
+        tokens = min(seconds * fastest, 4 * best["training_tokens"])
         for row in [*rows, seeded]:
             assert row["tokens"] == pytest.approx(tokens, abs=256)
     assert "not finite" in runs["flat mixer 16, 0.2 s, lr 1e+18"]["failure"]
@@ -257,6 +258,19 @@ def test_models_learn_the_language_first_and_then_to_find_partners(train, tmp_pa
     assert sum("pretraining" in path.name for path in kept) == 2
     longer = [row for row in found.values() if row["budget"] == 0.4]
     assert len(kept) == 2 + len(longer) and all(Path(row["checkpoint"]).is_dir() for row in longer)
+
+
+def test_a_pretraining_that_diverges_ends_its_model_alone_and_the_report_says_why(train, tmp_path):
+    plan = {"seconds": 0.2, "pretraining": {"train.eval_samples": 8}}
+    command = train(plan | {"kinds": {"mixer": {"bad": {"optim.lr": 1e18}, "good": {}}}})
+    printed = run_python(*command, output=tmp_path / "printed", status=2)
+    runs, text = runs_in(tmp_path / "results.json"), (tmp_path / "results.md").read_text()
+    speed = "mixer, pretraining bad, speed"
+    assert f"error: {speed}: diverged at 1e+18, and others need it" in printed
+    assert "not finite" in runs[speed]["failure"]
+    assert " ".join(f"{speed}: {runs[speed]['failure']}".split()) in " ".join(text.split())
+    assert [row["size"] for row in runs.values()] == ["bad", *4 * ["good"]]
+    assert f"{runs['mixer good, 0.2 s, lr 0.002']['validation_loss']:.4f}" in text
 
 
 def test_what_trains_ends_with_the_command_and_meanwhile_no_other_one_adds_to_its_results(
@@ -300,11 +314,10 @@ def test_each_gpu_trains_its_own_runs_and_one_that_fails_is_no_result(monkeypatc
     def iterate(name):
         yield Run(name, {})
 
-    monkeypatch.setattr(study, "visible_gpus", lambda: ["3", "GPU-5"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")  # the study sets it for each run
     monkeypatch.setattr(study, "report_run", report_lane)
     written = []
     monkeypatch.setattr(study, "write_report", lambda *_: written.append("report"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the study sets it
     whole = study.Study(tmp_path / "a", {}, "first", "")
     said = "^b: its process was stopped; the same command continues\ne: no space left on device$"
     with pytest.raises(UserError, match=said):
@@ -348,6 +361,8 @@ def test_gpus_that_are_named_are_not_counted_which_may_take_cuda_from_forks(monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("counted"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     assert study.visible_gpus() == ["MIG-a", "MIG-b"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")  # two runs share it
+    assert study.visible_gpus() == ["0", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert study.visible_gpus() == [""]
 
@@ -415,6 +430,73 @@ def test_a_seed_is_not_trained_twice():
     with pytest.raises(UserError, match="^a: seed 1 is its first seed already"):
         jobs_of(plan, {"seed": 1}, [], {})
     assert len(jobs_of(plan, {}, [], {})) == 1
+
+
+def test_a_plan_that_goes_on_with_another_pretraining_is_refused():
+    plan = KINDS | {"pretraining": {"optim.lr": 1e-3}}
+    speed = next(jobs_of(plan, {}, [], {})[0])
+    results = {speed.name: ROW | speed.identity | {"settings": speed.settings}}
+    jobs_of(plan, {}, [], results)
+    with pytest.raises(UserError, match="'a, pretraining 512, speed' with .*: optim.lr 0.001, not"):
+        jobs_of(plan | {"pretraining": {"optim.lr": 2e-3}}, {}, [], results)
+
+
+def train_all(plan: dict, results: dict, measure) -> None:
+    """Does the only job of a plan as a study does; `measure` says what a run adds to its row."""
+    (job,) = jobs_of(plan, {}, [], results)
+    run = next(job)
+    while True:
+        if run.name not in results:
+            results[run.name] = run.identity | {"settings": run.settings} | measure(run)
+        try:
+            run = job.send(results[run.name])
+        except StopIteration:
+            return
+
+
+SPEED = {"tokens_per_second": 100.0, "training_tokens": 10**6, "tokens_a_step": 10}
+
+
+def test_nothing_starts_from_a_pretraining_that_diverged():
+    plan = KINDS | {"common": {"optim.lr": 1e-3}, "pretraining": {}, "seeds": [1, 2]}
+    diverging = "a, pretraining 512, 1 s, lr 0.001, seed 1"
+
+    def measure(run: Run) -> dict:
+        if run.name == diverging:
+            return {"failure": "not finite"}
+        return SPEED | {"validation_loss": 1.0, "checkpoint": "weights"}
+
+    results = {}
+    train_all(plan, results, measure)
+    seeds = [row.get("seed") for row in results.values() if row["kind"] == "a" and row["budget"]]
+    assert seeds == [None, 2]
+    diverging, results = "a, pretraining 512, 1 s, lr 0.001", {}
+    with pytest.raises(UserError, match=f"^{diverging}: diverged at 0.001"):
+        train_all(plan, results, measure)
+    assert list(results) == ["a, pretraining 512, speed", diverging]
+
+
+def test_steps_follow_a_models_fastest_run_so_far_and_are_the_same_in_all_runs_of_a_time():
+    """The run that measures the speed is short, and slowed by what starts beside it."""
+    plan = KINDS | {"common": {"optim.lr": 1e-3}, "kinds": {"a": {512: {"seconds": [10, 20]}}}}
+    names = ["a 512, speed", "a 512, 10 s, lr 0.001", "a 512, 20 s, lr 0.001"]
+    speeds = dict(zip(names, [100.0, 150.0, 140.0], strict=True))
+
+    def measure(run: Run) -> dict:
+        return SPEED | {"validation_loss": 1.0, "tokens_per_second": speeds.get(run.name, 300.0)}
+
+    results = {}
+    train_all(plan, results, measure)
+    assert [results[name]["settings"]["train.steps"] for name in names] == [40, 100, 300]
+    # The study goes on with another seed, whose runs are faster.
+    train_all(plan | {"seeds": [1]}, results, measure)
+    seeded = [results[f"{name}, seed 1"] for name in names[1:]]
+    assert [row["settings"]["train.steps"] for row in seeded] == [100, 300]
+
+
+def test_a_rate_of_zero_is_trained_as_zero():
+    (job,) = jobs_of(KINDS | {"common": {"optim.lr": 0}}, {}, [], {})
+    assert next(job).settings["optim.lr"] == 0
 
 
 def test_what_a_size_or_a_run_has_wrong_begins_with_its_name():
@@ -508,8 +590,7 @@ def test_results_that_were_cut_are_refused(row, said, tmp_path):
 
 def test_a_comparison_for_a_time_that_goes_on_at_another_rate_is_refused():
     plan = KINDS | {"common": {"optim.lr": 1e-3}}
-    model = Run("a 512", plan["common"], {"kind": "a", "size": "512"})
-    run = model.timed(1.0, 1e-3, 5)
+    run = Model("a", "512", plan["common"], (1.0,)).timed(1.0, 1e-3, 5)
     results = {run.name: ROW | run.identity | {"settings": run.settings}}
     jobs_of(plan, {}, [], results)
     with pytest.raises(UserError, match="the results have 'a 512, 1 s.*optim.lr 0.001, not 0.002"):

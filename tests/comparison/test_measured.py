@@ -2,6 +2,7 @@
 
 import pytest
 
+from mixer.common.errors import NotFinite
 from mixer.comparison import training
 from mixer.comparison.plan import Run
 from mixer.comparison.training import measured, train_run
@@ -49,3 +50,15 @@ def test_a_run_that_a_signal_stops_before_its_first_line_of_metrics_goes_on(
     settings = {f"data.{key}": value for key, value in small_run["data"].items()}
     assert train_run(Run("cut", settings), tmp_path, None) is None
     assert (tmp_path / "cut/metrics.jsonl").exists()
+
+
+def test_a_run_that_diverges_has_no_checkpoint_to_start_from(small_run, tmp_path, monkeypatch):
+    def diverging(config):
+        config.directory.mkdir()
+        raise NotFinite("the gradient of step 3 is not finite")
+
+    monkeypatch.setattr(training, "train", diverging)
+    settings = {f"data.{key}": value for key, value in small_run["data"].items()}
+    row = train_run(Run("diverging", settings, keeps_checkpoint=True), tmp_path, None)
+    assert row is not None and row["failure"] == "the gradient of step 3 is not finite"
+    assert "checkpoint" not in row and not list(tmp_path.iterdir())

@@ -54,7 +54,7 @@ def test_lines_are_read_alike_whatever_compresses_them(tmp_path, suffix):
     assert documents_of(settings(tmp_path)) == [row["text"] for row in rows]
     (tmp_path / f"whole.txt{suffix}").write_bytes(COMPRESSIONS[suffix](data))
     text = DataConfig(source="text", path=f"{tmp_path}/*.txt*")
-    assert documents_of(text) == [data.decode()]
+    assert documents_of(text) == [data.decode("utf-8-sig")]
     for line, problem in ((b'{"text": "\\ud83d"}\n', "surrogates"), (b'{"text": \n', "Expecting")):
         file.write_bytes(COMPRESSIONS[suffix](data + line + lines(rows)))
         with pytest.raises(UserError, match=f"cannot read row 2005 of {file}: .*{problem}"):
@@ -211,8 +211,12 @@ def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsy
         return
     assert len(documents_of(config)) == 95
     prepare(config, said.append)
-    expected = f"left out: 4 of 99 entries of {config.path} have no text in field 'text'"
-    assert expected in said and expected in capsys.readouterr().err
+    err = capsys.readouterr().err
+    for expected in (
+        f"left out: 4 of 99 entries of {config.path} have no text in field 'text'",
+        f"left out: 2 of 101 texts of {config.path} are empty, or white space",
+    ):
+        assert expected in said and expected in err
 
 
 def test_a_failed_preparation_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -313,11 +317,14 @@ def test_the_builtin_corpus_takes_in_the_installed_packages_and_drops_copies(tmp
     assert documents_of(DataConfig(subset="packages")) == everything
 
 
-def test_text_is_one_document_a_file(tmp_path):
+def test_text_is_one_document_a_file(tmp_path, capsys):
     folder = corpus(tmp_path / "texts", ["first\r\n", "second"])
     (folder / ".hidden").write_text("no")
     (folder / "empty.txt").write_text(" \n")
-    assert documents_of(DataConfig(source="text", path=str(folder))) == ["first\r\n", "second"]
+    (folder / "marked.txt").write_text("third", "utf-8-sig")
+    texts = documents_of(DataConfig(source="text", path=str(folder)))
+    assert texts == ["first\r\n", "second", "third"]
+    assert f"left out: 1 of 4 texts of {folder} are empty, or white" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -420,7 +427,9 @@ def test_the_end_of_a_single_document_is_held_out_and_said(tmp_path, copies):
         (training,), (held_out,) = (decoded_documents(own / "prepared", s) for s in manifest.splits)
         assert training + held_out == text and size <= len(held_out) <= size + 10
         assert name == "words" or training.endswith("\n")
-        assert f"its end is for validation, {len(held_out):,} of its {len(text):,} char" in said[1]
+        number = f"there are {copies} copies of one" if copies > 1 else "there is one"
+        share = f"{len(held_out):,} of its {len(text):,} characters"
+        assert f"{number} document: its end is for validation, {share}" in said
 
 
 @pytest.mark.parametrize("changes", [{"pair_field": "answer"}, {}])

@@ -6,6 +6,7 @@ each input of a case lie NaNs, which must not be read, beside each output sevens
     python keyed_cases.py KERNELS.py SEED CASES
 """
 
+import functools
 import importlib.util
 import random
 import sys
@@ -95,16 +96,13 @@ def check(case: Case, device: str) -> None:
         y = conv(*leaves[0].split([keys, keys, values], dim=-1), *leaves[1:])
         return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
-    def by_kernels(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
-        weights = keyed.weights_of(mixing, decay, case.tokens, case.dtype)
-        return torch.ops.mixer.keyed_conv(query, key, value, mixing, bias, *weights)[0]
-
     def exactly(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor, bias: Tensor):
         if not lags:
             return plain.keyed_conv(query, key, value, mixing, bias)
         exact_decay = None if decay is None else decay.double()
         return plain.keyed_conv(query, key, value, None, bias, lags=mixing, decay=exact_decay)
 
+    by_kernels = functools.partial(keyed.by_kernels, decay=decay)
     ours = again = results(case.dtype, by_kernels)
     if device != "cpu":  # where the interpreter runs one program after another
         again = results(case.dtype, by_kernels)

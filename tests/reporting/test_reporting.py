@@ -22,6 +22,7 @@ from mixer.reporting.figure import plot_loss_by_position
 from mixer.reporting.text import WIDTH, format_number, read_metrics
 
 STEPS = list(range(1, 41))
+NOT_FINITE = ("{losses: {.inf: 4}}", "{losses: {10: .inf}}", "{losses: {10: .nan}}")
 AUTHOR = Path(__file__).parents[2] / "benchmarks/published.yaml"
 
 
@@ -82,8 +83,8 @@ def test_published_losses_lie_in_a_runs_picture_as_far_as_the_run_goes(tmp_path,
     known = {"flat 512": "3.864", "Toeplitz 512": "4.150", "Toeplitz 1024": "3.901"}
     names = {f"published {run}: {loss} at step 4,000" for run, loss in known.items()}
     assert names <= drawn_lines(drawn[1].axes[0]).keys()
-    for wrong in ("theirs: [3]", "theirs: {losses: {}}", "theirs: {losses: {10: low}}"):
-        file.write_text(wrong)
+    for wrong in ("[3]", "{losses: {}}", "{losses: {10: low}}", *NOT_FINITE):
+        file.write_text(f"theirs: {wrong}")
         with pytest.raises(UserError, match="published.yaml is not a file of losses by step"):
             curves.main([str(run), "--published", str(file)])
 

@@ -1,9 +1,10 @@
 """The code of docs/api.md runs as it stands there, and its headings are signatures. What
-a process trains depends on nothing that it trained before.
+a process trains depends on nothing that it trained before, nor on its thread.
 """
 
 import inspect
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from runs import ROOT, read_timeless, state_files
@@ -22,6 +23,7 @@ def test_the_page_runs_and_a_training_is_the_same_after_others(tmp_path, monkeyp
     names = {}
     exec(compile(CODE, "api.md", "exec"), names)
 
+    assert torch.get_float32_matmul_precision() == "highest"  # as before the training
     assert names["model"].num_parameters() == names["trained"].num_parameters()
     assert 1 < names["result"]["loss"] < 8 and len(names["losses"]) == 2
     assert names["losses"][-1] < names["losses"][0]
@@ -32,7 +34,8 @@ def test_the_page_runs_and_a_training_is_the_same_after_others(tmp_path, monkeyp
     torch.testing.assert_close(expected, names["x"].double().cumsum(1))
 
     again = load_config("configs/demo.yaml", ["name=again"], names["small"] | names["source"])
-    train(again)
+    with ThreadPoolExecutor(1) as other_thread:
+        other_thread.submit(train, again).result()
     assert read_timeless(again.directory) == read_timeless(names["run"].directory)
     first, second = (state_files(run.directory / "best") for run in (names["run"], again))
     assert first["model.safetensors"] == second["model.safetensors"]

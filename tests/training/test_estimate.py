@@ -45,7 +45,7 @@ def test_the_estimate_is_about_what_a_pass_keeps(options):
     config = model_config(run.model, 600, 0)
     model = new_model(config)
     set_recompute(model, run.train.recompute)
-    loss = run.objective.loss(model).train()
+    loss = run.build_objective().loss(model).train()
     texts = torch.randint(600, (2, run.train.batch_size, run.model.max_position_embeddings))
     storages = {}
 
@@ -62,7 +62,7 @@ def test_the_estimate_is_about_what_a_pass_keeps(options):
     for weight in model.parameters():
         storages.pop(weight.untyped_storage().data_ptr(), None)
     kept_bytes = sum(storage.nbytes() for storage in storages.values())
-    if run.objective.reads_logits:
+    if run.build_objective().reads_logits:
         kept_bytes += 4 * 600 * texts[0].numel()  # the first gradient, of the logits
     assert 0.7 < activation_bytes(model, run, on_gpu=False) / kept_bytes < 1.3
 

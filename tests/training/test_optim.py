@@ -12,6 +12,7 @@ from torch import nn
 from mixer.common.errors import UserError
 from mixer.comparison.side_by_side import entrant
 from mixer.training.config import OPTIMIZERS, load_config, override
+from mixer.training.muon import skip_and_scale
 from mixer.training.optim import (
     LAGS_LR,
     LONG,
@@ -76,6 +77,8 @@ def test_lags_are_refused_for_a_llama_and_a_comparison_leaves_them_to_the_mixers
 class Signs(torch.optim.Optimizer):
     """Lion without weight decay (arXiv 2302.06675): the sign of a momentum is the update."""
 
+    _step_supports_amp_scaling = True
+
     def __init__(self, params, lr: float):
         super().__init__(params, {"lr": lr})
 
@@ -84,8 +87,11 @@ class Signs(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
-                parameter -= group["lr"] * torch.lerp(average, parameter.grad, 0.1).sign()
-                average.lerp_(parameter.grad, 0.01)
+                skip, scale = skip_and_scale(self, parameter.device)
+                gradient = parameter.grad / scale
+                update = torch.lerp(average, gradient, 0.1).sign()
+                parameter -= group["lr"] * update.masked_fill(skip > 0, 0)
+                average.copy_(average.where(skip > 0, average.lerp(gradient, 0.01)))
 
 
 def signs(kinds, config, group, compile) -> list[torch.optim.Optimizer]:

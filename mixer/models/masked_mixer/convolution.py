@@ -70,10 +70,14 @@ class TriangularConv(nn.Module):
         self.context = config.max_position_embeddings
         self.channels = config.hidden_size
         self.backend = config.mixing_backend
-        self.window = self.context  # how many of the last tokens a token mixes
+        self.window = self.mixing_window() or self.context  # how many of the last tokens are mixed
         self.make_weight()
         self.bias = self.make_bias()
         self._draw()
+
+    def mixing_window(self) -> int:
+        """How many of the last tokens a token mixes; 0: the whole context."""
+        return 0
 
     def make_weight(self) -> None:
         """Creates the parameters that `mixing_weight` is computed from, with any values."""
@@ -245,13 +249,15 @@ class LagConv(TriangularConv):
 
     decay: Tensor | None
 
+    def mixing_window(self) -> int:
+        return self.config.mixing_window
+
     def make_weight(self) -> None:
-        self.window = self.config.mixing_window or self.context
         self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.window))
         self.register_buffer("decay", None)
 
     def make_bias(self) -> nn.Parameter | None:
-        return None if self.config.mixing_window else super().make_bias()
+        return None if self.mixing_window() else super().make_bias()
 
     def mixing_weight(self) -> Tensor:
         return weight_by_lag(self.lags, self.decay, self.context)
@@ -279,15 +285,15 @@ class LagConv(TriangularConv):
 class KeyedLagConv(LagConv, KeyedConv):
     """A KeyedConv with `lags` (heads, 1, context). They are added to a head's initial weights: a
     mean of earlier tokens by `decay` (heads,), which is not trained. It has no window but the
-    context.
+    context: mixing_window is of the blocks between.
     """
 
-    def make_weight(self) -> None:
-        self.lags = nn.Parameter(torch.empty(self.heads, self.taps, self.context))
-        self.register_buffer("decay", torch.zeros(self.heads))
+    def mixing_window(self) -> int:
+        return 0
 
-    def make_bias(self) -> nn.Parameter | None:
-        return KeyedConv.make_bias(self)
+    def make_weight(self) -> None:
+        super().make_weight()
+        self.decay = torch.zeros(self.heads)
 
     def operands(self) -> dict[str, Tensor | None]:
         return {"weight": None, "lags": self.lags, "decay": self.decay}
