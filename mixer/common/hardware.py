@@ -1,4 +1,4 @@
-"""The device: GPU or CPU, its throughput, memory, precisions, and what a measurement was made with."""
+"""The device: GPU or CPU, throughput, memory, precisions, and what a measurement was made with."""
 
 import errno
 import os
