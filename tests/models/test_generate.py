@@ -3,6 +3,7 @@ however it is asked.
 """
 
 import copy
+import functools
 import io
 import os
 import pty
@@ -37,7 +38,7 @@ from mixer.common.errors import UserError
 from mixer.data.config import DataConfig
 from mixer.data.tokenizer import existing_tokenizer, text_encoder, train_tokenizer
 from mixer.evaluation.generate import ShownText
-from mixer.models.masked_mixer.cache import MixingCache
+from mixer.models.masked_mixer.cache import CACHE, MixingCache
 from mixer.objectives.tasks import open_task
 
 SIZES_OF_ATTENTION = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
@@ -161,6 +162,39 @@ def test_guessing_ahead_and_a_prompt_in_chunks_write_the_same():
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
 
 
+@pytest.mark.parametrize("mistaken_from", [0, 20, 99])
+def test_an_assistant_writes_the_same_or_says_how_many_tokens_it_may_guess(
+    mistaken_from, monkeypatch
+):
+    """Guesses that are right grow in number, and then more may be wrong than a ring can forget."""
+    monkeypatch.setattr("mixer.models.masked_mixer.cache.SPARE", 4)
+    model = lively_model(**MIXINGS["window"])
+    ids = tokens(batch=1, length=6)
+    expected = generate(model, ids, new=60, use_cache=False)
+    assistant = copy.deepcopy(model)
+
+    @functools.wraps(assistant.forward)
+    def forward(*arguments, **options):
+        output = type(assistant).forward(assistant, *arguments, **options)
+        is_mistaken = output[CACHE].get_seq_length() >= mistaken_from
+        output.logits = -output.logits if is_mistaken else output.logits
+        return output
+
+    assistant.forward = forward
+    guesses = assistant.generation_config
+    guesses.assistant_confidence_threshold = 0.0
+    for schedule, number in (("heuristic", 2), ("constant", 4), ("constant", 5)):
+        guesses.num_assistant_tokens_schedule = schedule
+        guesses.num_assistant_tokens = number
+        is_too_many = mistaken_from == 20 if schedule == "heuristic" else number > 4
+        if is_too_many and mistaken_from < 99:
+            with pytest.raises(ValueError, match="allowed: 4 at most, .*assistant's generation_co"):
+                generate(model, ids, new=60, assistant_model=assistant)
+        else:
+            written = generate(model, ids, new=60, assistant_model=assistant)
+            assert torch.equal(written, expected)
+
+
 OF_ANY_LENGTH = ["lags", "window", "keyed-lags", "keyed-parts", "keyed-attention-window"]
 
 
@@ -263,6 +297,25 @@ def test_under_autocast_the_cache_gives_nearly_the_same(variant):
             step = model(ids[:, column], past_key_values=cache).logits
             assert step.dtype == expected.dtype
             torch.testing.assert_close(step, expected[:, column], rtol=5e-2, atol=5e-2)
+
+
+@every_variant
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@torch.no_grad()
+def test_a_text_goes_on_with_or_without_autocast_however_it_began(variant, static):
+    model = small_model(**variant)
+    ids = tokens()
+    expected = model(ids).logits
+    for begins_in_bf16 in (True, False):
+        cache = MixingCache(model.config, static)
+        with torch.autocast("cpu", torch.bfloat16, enabled=begins_in_bf16):
+            model(ids[:, :6], past_key_values=cache)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not begins_in_bf16):
+            for start, end in ((6, 7), (7, 10), (10, 12)):
+                logits = model(ids[:, start:end], past_key_values=cache).logits
+                assert logits.dtype == (torch.float32 if begins_in_bf16 else torch.bfloat16)
+                part = expected[:, start:end]
+                torch.testing.assert_close(logits.float(), part, rtol=5e-2, atol=5e-2)
 
 
 def test_a_loss_of_ones_own_learns_nothing_from_the_padding_on_the_left():

@@ -87,7 +87,17 @@ class MixingCache(Cache):
             )
             if not fits:
                 self.memories[module_id] = x.new_zeros(shape, dtype=dtype)
-        return self.memories[module_id]
+        return self.memory_in(module_id, dtype)
+
+    def memory_in(self, module_id: ModuleId, dtype: torch.dtype) -> Tensor:
+        """A module's memory, from now on in this dtype: a text that began under autocast may go on
+        without it, or the other way round.
+        """
+        memory = self.memories[module_id]
+        if memory.dtype != dtype:
+            memory = memory.to(dtype)
+            self.memories[module_id] = memory
+        return memory
 
     def append(self, module_id: ModuleId, new: Tensor, reach: int) -> Tensor:
         """Keeps inputs (batch, heads, new, channels of a head) of which a token reads the last
@@ -101,13 +111,12 @@ class MixingCache(Cache):
         else:
             is_token = self.positions >= 0 if self.has_padding else None
             write_rows(memory, new, self._columns_of_new(columns), is_token)
-        return self.extended(module_id, tokens)
+        return self.extended(memory, tokens)
 
-    def extended(self, module_id: ModuleId, new: int) -> Tensor:
-        """The columns of the tokens so far, and of `new` more: (batch, heads, columns, channels of
-        a head); all columns if the cache is static.
+    def extended(self, memory: Tensor, new: int) -> Tensor:
+        """A memory's columns of the tokens so far, and of `new` more: (batch, heads, columns,
+        channels of a head); all columns if the cache is static.
         """
-        memory = self.memories[module_id]
         return memory if self.static else memory[:, :, : self.length + new]
 
     def forget_step(self) -> None:
@@ -253,8 +262,10 @@ class MixingCache(Cache):
             dropped = self.longest - remaining
             raise ValueError(
                 f"the last {dropped} of {self.longest} tokens were to be dropped; allowed: {SPARE} "
-                "at most, because more have overwritten what the others need: call reset() and "
-                "give the text anew"
+                "at most, because more have overwritten what the others need. So many may be "
+                "guessed: set prompt_lookup_num_tokens, or the assistant's generation_config."
+                "num_assistant_tokens with num_assistant_tokens_schedule='constant'. Or call "
+                "reset() and give the text anew"
             )
         if remaining < self.length:
             self.length = remaining

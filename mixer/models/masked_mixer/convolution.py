@@ -129,10 +129,9 @@ class TriangularConv(nn.Module):
             )
         # Padding, at position -1, has no column that it could be written to.
         if x.shape[1] == 1 and not past.has_padding:
-            if operands["weight"] is None:
-                memory = past.memories[self.module_id]
-            else:
-                memory = past.extended(self.module_id, 1)
+            memory = past.memory_in(self.module_id, x.dtype)
+            if operands["weight"] is not None:
+                memory = past.extended(memory, 1)
             return mix_row(
                 memory,
                 x,

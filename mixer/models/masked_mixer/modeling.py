@@ -66,7 +66,8 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: MaskedMixerConfig, number: int):
         super().__init__()
         variant = mixing_class(config, number)
-        self.mixing_in_mlp = config.mixing_in_mlp and variant is not Keyed
+        self.is_keyed = variant is Keyed
+        self.mixing_in_mlp = config.mixing_in_mlp and not self.is_keyed
         if not self.mixing_in_mlp:
             self.mixing_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixing = variant(config)
@@ -82,7 +83,7 @@ class Block(GradientCheckpointingLayer):
         past: MixingCache | None = None,
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """x and the result are (batch, tokens, channels). rotation: of keyed mixing alone."""
+        """x and the result are (batch, tokens, channels). rotation: read by keyed mixing."""
         if past is not None:
             past.positions = past.positions.to(x.device)  # of this block, with a device_map
         if self.mixing_in_mlp:
@@ -90,10 +91,10 @@ class Block(GradientCheckpointingLayer):
             return x + self.mlp(self.mixing(normed, normed, past))
         if self.mlp_first:
             x = x + self.mlp(self.mlp_norm(x))
-        if rotation is None:
-            x = self.mixing(self.mixing_norm(x), x, past)
-        else:
+        if self.is_keyed:
             x = self.mixing(self.mixing_norm(x), x, past, rotation)
+        else:
+            x = self.mixing(self.mixing_norm(x), x, past)
         return x if self.mlp_first else x + self.mlp(self.mlp_norm(x))
 
 
@@ -250,7 +251,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         for layer in self.layers:
             if states is not None:
                 states.append(x)
-            x = layer(x, past, rotation if isinstance(layer.mixing, Keyed) else None)
+            x = layer(x, past, rotation)
         x = self.norm(x)
         if past is not None:
             past.forget_step()
