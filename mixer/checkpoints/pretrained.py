@@ -22,7 +22,7 @@ from mixer.checkpoints.writer import not_finite
 from mixer.common.errors import UserError, first_line
 from mixer.common.files import check_new, read_json, whole_directory
 from mixer.common.hardware import is_out_of_memory
-from mixer.data.tokenizer import read_tokenizer, vocabulary_size
+from mixer.data.tokenizer import fit_to_models, read_tokenizer, vocabulary_size
 from mixer.models.auto import is_registered
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.models.masked_mixer.modeling import MaskedMixerForCausalLM
@@ -157,7 +157,7 @@ def write_new(
         check_new(output)  # another process may have written there
         model.save_pretrained(stage)
         if tokenizer is not None:
-            tokenizer.model_max_length = model.config.max_position_embeddings
+            fit_to_models(tokenizer, model.config.max_position_embeddings)
             tokenizer.save_pretrained(stage)
         for name in OF_SENTENCE_TRANSFORMERS:
             if source is not None and (source / name).is_file():

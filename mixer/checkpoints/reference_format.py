@@ -253,7 +253,8 @@ def _with_separate_heads(source: Weights) -> dict[str, Tensor]:
     names = {"in_proj": "proj_head", "mixer_heads": "mixer_heads"}
     separate = {}
     for key, tensor in source.items():
-        module, name, parameter = ("", *key.rsplit(".", 2))[-3:]
+        layer, _, parameter = key.rpartition(".")
+        module, _, name = layer.rpartition(".")
         if name not in names or f"{module}{PARALLEL}" not in source:
             separate[key] = tensor
             continue

@@ -23,9 +23,7 @@ from mixer.common.errors import command_parser, run_command
 from mixer.common.files import as_path, check_writable
 from mixer.common.ranks import rank
 from mixer.distributed.launcher import follow_launcher
-from mixer.evaluation.config import EvalOptions, check_options, default_directory
-
-SOURCES = ("text", "data", "pairs", "retrieval", "hub")  # of which at most one is given
+from mixer.evaluation.config import SOURCES, EvalOptions, check_options, default_directory
 
 
 def main(arguments: list[str] | None = None) -> None:

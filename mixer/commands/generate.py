@@ -44,16 +44,15 @@ def main(arguments: list[str] | None = None) -> None:
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        seed=options.seed,
     )
     writer = Writer(options.checkpoint, sampling)
     if options.prompts is None:
-        return ask_for_prompts(writer)
+        return ask_for_prompts(writer, options.seed)
     rows = [writer.tokens(prompt) for prompt in options.prompts]  # all are checked before the first
     for number, row in enumerate(rows):
         if number:
             print()
-        writer.write(row, show, sampling.seed)
+        writer.write(row, show, options.seed)
         print()
 
 
@@ -62,15 +61,14 @@ def show(text: str) -> None:
     print(escaped(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def ask_for_prompts(writer) -> None:
+def ask_for_prompts(writer, seed: int) -> None:
     """Continues each line that is typed, until Ctrl-D. A line that is typed again is continued in
-    another way: each has a seed of its own.
+    another way: each has a seed of its own, from `seed` on.
     """
     with suppress(ImportError):  # some Pythons are built without it
         import readline  # noqa: F401  # lets input() recall and edit lines
 
     say_on_stderr("Type the beginning of a text. Ctrl-D ends.")
-    seed = writer.sampling.seed
     while True:
         try:
             prompt = input("> ")

@@ -1,6 +1,7 @@
 """How a command is called, reports errors and exits."""
 
 import argparse
+import functools
 import io
 import multiprocessing
 import os
@@ -127,3 +128,9 @@ def say_on_stderr(line: str) -> None:
     """For commands whose stdout is their result. Of several processes only rank 0 prints."""
     if rank() == 0:
         print(line, file=sys.stderr, flush=True)
+
+
+@functools.cache
+def warn(line: str) -> None:
+    """The same line is said once."""
+    say_on_stderr(f"warning: {line}")

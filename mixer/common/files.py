@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from typing import IO, Any
 
 import psutil
 
-from mixer.common.errors import UserError, first_line, say_on_stderr
+from mixer.common.errors import UserError, first_line, say_on_stderr, warn
 from mixer.common.options import is_plain_text
 from mixer.common.progress import time_reported
 from mixer.common.values import shape_problem
@@ -172,11 +171,8 @@ def if_supported(consequence: str, system_call: Callable, *arguments) -> bool:
         if error.errno not in UNSUPPORTED:
             raise
         refusal = f"a file system refuses {system_call.__name__} ({error.strerror})"
-        _warn(f"warning: {refusal}: {consequence}")
+        warn(f"{refusal}: {consequence}")
         return False
-
-
-_warn = functools.cache(say_on_stderr)  # once
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""The device: its throughput, memory and precisions, and what a measurement was made with."""
+"""The device: GPU or CPU, throughput, memory, precisions, and what a measurement was made with."""
 
 import errno
+import os
 import resource
 import shlex
 import sys
@@ -12,10 +13,11 @@ import psutil
 import torch
 from torch.utils import collect_env
 
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, warn
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by --dtype
 PRECISIONS = TYPES | {"no": torch.float32}  # by train.mixed_precision
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 # Dense tensor-core peaks of 16-bit types in TFLOP/s, from the vendors' data sheets, by a model that
 # the device's name contains. The first one counts, so a longer name is before the one it holds.
 PEAK_TFLOPS = {
@@ -29,6 +31,22 @@ PEAK_TFLOPS = {
     "V100-PCIE": 112.0,
     "V100": 125.0,
 }
+
+
+def sees_gpu() -> bool:
+    """Whether PyTorch sees a GPU to compute on. Warns where it does not and there should be one, as
+    a CPU takes far longer.
+    """
+    if torch.cuda.is_available():
+        return True
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    blind = f"on the CPU, as torch {torch.__version__} sees no GPU, though"
+    if visible is None and NVIDIA_DRIVER.exists():
+        warn(f"{blind} there is a driver for one: ask `mixer doctor`")
+    elif visible not in (None, "", "-1"):  # the last two hide the GPUs from this process
+        remedy = "name GPUs that `nvidia-smi -L` lists, none twice, or ask `mixer doctor`"
+        warn(f"{blind} CUDA_VISIBLE_DEVICES is {visible}: {remedy}")
+    return False
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:

@@ -130,10 +130,15 @@ def data_problems(config: DataConfig) -> list[str]:
     if config.validation_split and config.validation_split == config.split:
         problems.append(f"data.split and data.validation_split are both {config.split!r}")
     names_split = config.validation_split or config.split != DataConfig.split
-    if source == "hub" and names_split and (as_path(config.path) / "state.json").is_file():
+    if source == "hub" and names_split and has_no_splits(config.path):
         remedy = "leave out data.split and data.validation_split"
         problems.append(f"{config.path} has no splits: {remedy}")
     return problems
+
+
+def has_no_splits(path: str) -> bool:
+    """Whether this is a folder that save_to_disk of datasets wrote for a dataset without splits."""
+    return (as_path(path) / "state.json").is_file()
 
 
 NOT_COMPARED = ("directory", "workers")  # settings that do not change what is written

@@ -68,7 +68,7 @@ def open_data(
         say(manifest.tokenizer_loses)
     training, validation = (sample_class(directory, split, context) for split in SPLITS)
     size = manifest.splits["validation"].bytes
-    text_bytes = tokenizing.TextBytes(tokenizer, [validation.tokens], size)
+    text_bytes = tokenizing.TextBytes(tokenizer, [validation.all_tokens()], size)
     tokenizing.fit_to_models(tokenizer, context)
     return Data(manifest, training, validation, tokenizer, text_bytes)
 

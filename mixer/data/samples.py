@@ -74,8 +74,7 @@ class TokenFile:
         """What a split must have, in words."""
         return f"a context of {self.context} needs at least {self.context + 1}"
 
-    @property
-    def tokens(self) -> np.ndarray:
+    def all_tokens(self) -> np.ndarray:
         """All of the split, in memory."""
         return self.read(0, self.counts.tokens)
 
@@ -111,9 +110,7 @@ class TokenFile:
             start, end = self.span(int(index))
             rows[row, : end - start] = self.read(start, end)
             ignored[row, end - start - 1 :] = True
-        rows = torch.from_numpy(rows)
-        targets = rows[:, 1:].masked_fill(torch.from_numpy(ignored), -100)
-        return rows[:, :-1].contiguous(), targets
+        return with_targets(rows, ignored)
 
     def span(self, index: int) -> tuple[int, int]:
         """Where sample `index` starts and ends in the file; at most context + 1 tokens."""
@@ -154,6 +151,16 @@ class TokenFile:
                 "folder to prepare again, and run the same command again"
             ) from None
         return numbers
+
+
+def with_targets(rows: np.ndarray, ignored: np.ndarray) -> Batch:
+    """All but the last token of each row, and the token that comes next; -100 for what is ignored.
+
+    rows: (batch, tokens + 1) int64. ignored: (batch, tokens) bool, or (tokens,) for all rows alike.
+    """
+    tokens = torch.from_numpy(rows)
+    targets = tokens[:, 1:].masked_fill(torch.from_numpy(ignored), -100)
+    return tokens[:, :-1].contiguous(), targets
 
 
 class SampleOrder:

@@ -26,7 +26,7 @@ from typing import Any
 
 from mixer.common.errors import Say, UserError, first_line, say_on_stderr
 from mixer.common.files import as_path, sha256
-from mixer.data.config import FILE_SOURCES, DataConfig, existing_data
+from mixer.data.config import FILE_SOURCES, DataConfig, existing_data, has_no_splits
 from mixer.data.decoding import decoded
 
 NO_ROW = {}  # of an empty line, which counts for the numbers of rows alone
@@ -280,9 +280,9 @@ def _hub_rows(config: DataConfig) -> Iterable[object]:
     from datasets import load_dataset, load_from_disk
 
     path = as_path(config.path)
-    if (path / "state.json").is_file():  # written by save_to_disk, without splits
+    if has_no_splits(config.path):
         return load_from_disk(path)
-    if (path / "dataset_dict.json").is_file():  # or with splits
+    if (path / "dataset_dict.json").is_file():  # written by save_to_disk with splits
         return load_from_disk(path / config.split)
     return load_dataset(str(path), config.subset or None, split=config.split, streaming=True)
 

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import Tensor
 
 from mixer.common.errors import UserError, end_at_interrupt, first_line
+from mixer.common.hardware import sees_gpu
 from mixer.common.ranks import VARIABLES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -114,7 +115,7 @@ def build_accelerator(precision: str) -> Accelerator:
         accelerator = Accelerator(
             # Else accelerate takes torchrun's processes on a CPU for separate runs, and trains on a
             # Mac's GPU, which has no fp64.
-            cpu=not torch.cuda.is_available(),
+            cpu=not sees_gpu(),
             mixed_precision=precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             dynamo_backend="no",

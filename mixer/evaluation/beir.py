@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from mixer.common.errors import UserError, first_line
@@ -51,6 +52,7 @@ class Collection:
         return (entry.joined() for entry in read_entries(self.corpus))
 
 
+@lru_cache(maxsize=1)  # it is checked before a model is loaded, and then read for each checkpoint
 def read_collection(folder: Path, split: str) -> Collection:
     """Reads all of a folder, and keeps everything but the documents. Raises UserError for a file
     that is missing, a line that is none of its file, an id that comes twice, and judgements of

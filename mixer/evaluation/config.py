@@ -1,30 +1,27 @@
 """The options of an evaluation, and what is wrong with them. Importing this file takes no time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.model_files import check_checkpoint
 from mixer.common.errors import UserError
 from mixer.common.files import as_path, directory_for
 from mixer.common.options import option, option_problems
-from mixer.data.config import DataConfig, Manifest, from_values
+from mixer.data.config import DataConfig, Manifest, from_values, has_no_splits
 from mixer.data.sources import check_path
 from mixer.evaluation.beir import read_collection
 from mixer.models.masked_mixer.model_options import BACKENDS
 from mixer.objectives.config import ObjectiveConfig, traits_of
-
-if TYPE_CHECKING:
-    from mixer.objectives.objective import Objective
 
 DEVICES = ("auto", "cpu", "cuda")
 TYPES = ("fp32", "fp16", "bf16")  # the names of those in mixer/common/hardware.py
 FIRST_TOKEN = {"skip": "not scored", "eos": "scored, after an EOS put before it"}
 LAST_WINDOW = {"short": "may be shorter", "full": "begins earlier, to be as long"}
 UNCHANGING = ("checkpoint", "batch_size", "device")  # options that change no number
-# Options that not all of text, hub, data, pairs, retrieval and a task read.
+SOURCES = ("text", "data", "pairs", "retrieval", "hub")  # options that name what is evaluated
+# Options that not all of these read, or of `EvalOptions.source`.
 READ_BY = {"subset": ("hub",), "split": ("hub", "retrieval"), "text_field": ("text", "hub")}
 OF_TEXTS = ("stride", "max_tokens", "first_token", "last_window")
 READ_BY |= dict.fromkeys(OF_TEXTS, ("text", "data", "hub"))
@@ -35,7 +32,7 @@ class EvalOptions:
     """What to evaluate, and how; the fields are the options of `mixer eval`."""
 
     checkpoint: str = option(MISSING, "checkpoints, or directories of any causal language model")
-    # At most one of these five.
+    # At most one of SOURCES.
     text: Sequence[str] = option((), "files, folders or globs; .jsonl: one document per row")
     data: str = option("", "prepared data directory; default: the run's")
     pairs: str = option("", "prepared pairs: measure how often a text finds its partner")
@@ -64,30 +61,29 @@ class EvalOptions:
         """The prepared data that is scored by default, if it is known."""
         return self.data or read_trainer(as_path(self.checkpoint)).get("data_directory")
 
-    def sample_maker(self) -> "Callable[[int], Objective] | None":
-        """What gives the run's objective for a context, if no text is given and it makes samples,
-        which are then scored. Raises UserError for one that is unknown here, and for odd settings
-        of one that does.
+    @property
+    def source(self) -> str:
+        """What is evaluated: the one of SOURCES that is given, else the run's data, or "samples",
+        those that the run's objective makes. Raises UserError as `objective_settings` does.
         """
-        if self.text or self.hub or self.pairs or self.retrieval or self.data:
-            return None
+        for name in SOURCES:
+            if getattr(self, name):
+                return name
+        return "samples" if traits_of(*self.objective_settings()).makes_samples else "data"
+
+    def objective_settings(self) -> tuple[ObjectiveConfig, DataConfig]:
+        """What the checkpoint was trained on. Raises UserError for an objective that is unknown
+        here, and for odd settings of one that makes samples.
+        """
         settings = read_trainer(as_path(self.checkpoint)).get("settings", {})
         train = from_values(ObjectiveConfig, settings.get("train", {}))
         data = from_values(DataConfig, settings.get("data", {}))
         problems = option_problems(train, "train.")
-        if not problems:
-            if not traits_of(train, data).makes_samples:
-                return None
+        if not problems and traits_of(train, data).makes_samples:
             problems = option_problems(data, "data.")
         if problems:
             raise UserError(f"{self.checkpoint} was trained on {'; '.join(problems)}: give --data")
-
-        def objective(context: int) -> "Objective":
-            from mixer.objectives.objective import objective_of  # which takes seconds
-
-            return objective_of(train, data, context)
-
-        return objective
+        return train, data
 
 
 def default_directory(evaluations: list[EvalOptions]) -> Path:
@@ -115,20 +111,20 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("; ".join(problems))
     directory = as_path(options.checkpoint)
     check_checkpoint(directory)
-    named = ("text", "hub", "pairs", "retrieval")
-    scored = next((name for name in named if getattr(options, name)), "data")
-    if options.sample_maker():
-        scored = "a task"
+    source = options.source
     for name, readers in READ_BY.items():
-        if scored not in readers and getattr(options, name) != getattr(EvalOptions, name):
-            unread = f"--{name.replace('_', '-')} is given, which scoring {scored} does not read"
+        if source not in readers and getattr(options, name) != getattr(EvalOptions, name):
+            unread = f"--{name.replace('_', '-')} is given, which scoring {source} does not read"
             raise UserError(f"{unread}: leave it out, or give --{' or --'.join(readers)}")
-    source = options.data_directory
-    if scored == "data" and not options.data and not (source and as_path(source).is_dir()):
+    trained_on = options.data_directory
+    has_data = options.data or (trained_on and as_path(trained_on).is_dir())
+    if source == "data" and not has_data:
         problem = "does not say what data it was trained on"
-        if source:
-            problem = f"was trained on {source}, which is not in {Path.cwd()}"
+        if trained_on:
+            problem = f"was trained on {trained_on}, which is not in {Path.cwd()}"
         raise UserError(f"{directory} {problem}: give --data DIR, --text FILE... or --hub NAME")
+    if options.hub and options.split and has_no_splits(options.hub):
+        raise UserError(f"{options.hub} has no splits: leave out --split")
     for name in options.text:
         check_path(name)
     for name in filter(None, (options.data, options.pairs)):

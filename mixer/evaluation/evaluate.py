@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.checkpoint import read_trainer
 from mixer.checkpoints.pretrained import check_token, load_checkpoint
-from mixer.common.errors import UserError
+from mixer.common.errors import UserError, say_on_stderr
 from mixer.common.files import as_path, results_locked, whole_directory
 from mixer.common.hardware import TYPES, memory_for, peak_memory_gb
 from mixer.common.progress import time_reported
@@ -76,6 +76,8 @@ def evaluate(evaluations: list[EvalOptions], directory: Path) -> None:
     """
     with results_locked(directory) if rank() == 0 else nullcontext():
         try:
+            device = scoring.choose_device(evaluations[0].device, evaluations[0].dtype)
+            say_on_stderr(f"evaluating on {scoring.devices_in_words(device)}")
             results = [evaluate_checkpoint(options) for options in evaluations]
         except BaseException as error:
             if dist.is_initialized():
@@ -138,8 +140,6 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
     # A transformer would keep keys and values that nothing reads.
     model.config.get_text_config().use_cache = False
     window, stride = choose_window(options, model)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    processes = process.size
     result |= {
         "window": window,
         "stride": stride,
@@ -147,7 +147,7 @@ def _evaluate(options: EvalOptions, process: Process) -> dict:
         "last_window": LAST_WINDOW[options.last_window],
         "backend": getattr(model.config, "mixing_backend", "none (not a masked mixer)"),
         "dtype": options.dtype,
-        "device": f"{processes} x {name}" if processes > 1 else name,
+        "device": scoring.devices_in_words(device),
     }
     if options.pairs:
         return result | evaluate_pairs(options, model, tokenizer, window, process)
@@ -165,13 +165,12 @@ def evaluate_pairs(
 ) -> dict:
     """The result's entries about pairs: how often a query's own target is the nearest."""
     directory = as_path(options.pairs)
-    texts.validation_text(directory, window, tokenizer)  # refuses another tokenizer
     pairs = PairFile(directory, "validation", window)
+    texts.check_vocabulary(directory, tokenizer)
     pair_loss = PairLoss(model, ObjectiveConfig.temperature).eval()
     with time_reported("reading pairs"):
         scores = score_pairs(pair_loss, pairs, len(pairs), options.batch_size, process)
-    if not math.isfinite(scores.loss):
-        raise UserError("the vectors are not finite: use --dtype fp32")
+    scoring.check_vectors(scores.loss)
     return {"data": options.pairs, "tokens": window, "pairs": scores.pairs} | scores.top1
 
 
@@ -212,8 +211,9 @@ def evaluate_text(
     check_token(text.largest_token, model, text.name)
     scoring.check_causality(model, max(text.streams, key=len)[: max(window, 2)], options.dtype)
     if (samples := text.samples) is not None:
-        starts = range(0, len(samples), size)
-        batches = (samples.batch(range(len(samples))[start:][:size]) for start in starts)
+        count = len(samples)
+        starts = range(0, count, size)
+        batches = (samples.batch(range(start, min(start + size, count))) for start in starts)
     else:
         batches = scoring.window_batches(text.streams, window, stride, size, options.last_window)
     has_bytes = text.bytes > 0
@@ -238,9 +238,8 @@ def evaluate_text(
 @contextmanager
 def said_progress(batches: Iterable[Batch], text: Text) -> Iterator[Iterator[Batch]]:
     """The batches of a text; while they are used, it is said how many of its targets they had."""
-    total = sum(len(tokens) - 1 for tokens in text.streams)
     is_task = text.samples is not None  # of which only the answers are scored
-    of_total = "" if is_task else f" of {total:,}"
+    of_total = "" if is_task else f" of {text.targets:,}"
     scored = 0
 
     def counted_batches() -> Iterator[Batch]:

@@ -26,9 +26,8 @@ CHECKED = 64  # tokens of the text by which a cache is checked
 # Of the logits with a cache, as a share of the largest one. On a CPU right caches are within 1e-6;
 # on a GPU some convolutions round to TF32. Wrong ones were off by 0.3 to 1.3.
 TOLERANCE = 3e-2
-SHOW_EVERY = (
-    0.05  # seconds; decoding all of a long text after each token would take most of the time
-)
+# Decoding all of a long text after each token would take most of the time.
+SHOW_EVERY = 0.05  # seconds
 
 Show = Callable[[str], None]  # gets the parts of a text, as soon as they are written
 
@@ -43,7 +42,6 @@ class Sampling:
     temperature: float
     top_k: int
     top_p: float
-    seed: int
 
 
 class Writer:

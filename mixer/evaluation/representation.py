@@ -26,6 +26,7 @@ from mixer.common.progress import time_reported
 from mixer.evaluation import evaluate, texts
 from mixer.evaluation.config import EvalOptions
 from mixer.evaluation.scoring import choose_device
+from mixer.models.architecture import blocks_of, body_of
 from mixer.models.masked_mixer.configuration import MaskedMixerConfig
 from mixer.reporting.text import WIDTH, table, wrapped
 
@@ -49,7 +50,7 @@ def representation(
     text = texts.choose_text(source, context, tokenizer)
     check_token(text.largest_token, model, text.name)
     stream = max(text.streams, key=len)
-    block_count = len(blocks(model.base_model))
+    block_count = len(block_list(model))
     layers = list(range(block_count + 1)) if layers is None else layers
     longest = min(context, len(stream))
     lengths = tokens or [n for n in TOKENS if n <= longest] or [longest]
@@ -116,10 +117,13 @@ def report(result: dict, width: int = WIDTH) -> str:
     return f"{table(rows, keys=3, width=width)}\n\n{wrapped(notes, width)}"
 
 
-def blocks(body: nn.Module) -> nn.ModuleList:
-    """The blocks of a model without its head: its longest list of modules."""
-    lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len)
+def block_list(model: PreTrainedModel) -> nn.ModuleList:
+    """The list that holds the model's blocks. Raises UserError for a model without one."""
+    blocks = blocks_of(model)
+    for module in model.modules():
+        if blocks and isinstance(module, nn.ModuleList) and blocks[0] in list(module):
+            return module
+    raise UserError(f"this {model.config.model_type} has no list of blocks: give another model")
 
 
 def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -129,9 +133,10 @@ def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor, Tensor
     """
     if layer == 0:
         return lambda tokens, embedded: embedded
-    body = copy.deepcopy(model.base_model)
-    assert isinstance(body, PreTrainedModel)
-    del blocks(body)[layer:]  # the output of later blocks is not needed
+    model = copy.deepcopy(model)
+    body = body_of(model)
+    blocks = block_list(model)
+    del blocks[layer:]  # the output of later blocks is not needed
     tensors = {}  # what goes into the first block, and what comes out of the last
 
     def replace_embedding(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
@@ -140,8 +145,8 @@ def first_layers(model: PreTrainedModel, layer: int) -> Callable[[Tensor, Tensor
     def record_output(module: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
         tensors["output"] = output if isinstance(output, Tensor) else output[0]
 
-    body.get_input_embeddings().register_forward_hook(replace_embedding)
-    blocks(body)[-1].register_forward_hook(record_output)
+    model.get_input_embeddings().register_forward_hook(replace_embedding)
+    blocks[-1].register_forward_hook(record_output)
 
     def run(tokens: Tensor, embedded: Tensor) -> Tensor:
         tensors["input"] = embedded

@@ -9,22 +9,22 @@ long ("full", as in lm-evaluation-harness).
 """
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from mixer.common.errors import UserError
-from mixer.common.hardware import lacks_bf16
-from mixer.common.ranks import is_launched
+from mixer.common.hardware import lacks_bf16, sees_gpu
+from mixer.common.ranks import processes
 from mixer.data.samples import Batch
 from mixer.distributed.world import Process
+from mixer.models.architecture import logits_before
 
 # Of a causal model's logits, as a share of the largest one: matmuls may sum in another order.
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
@@ -35,15 +35,21 @@ def choose_device(name: str, dtype: str) -> torch.device:
     `dtype`."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no GPU: use cpu, or ask `mixer doctor`")
-    device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-    if dtype == "bf16" and (name := lacks_bf16(device)):
-        raise UserError(f"{name} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
+    device = torch.device("cuda" if name != "cpu" and sees_gpu() else "cpu")
+    if dtype == "bf16" and (gpu := lacks_bf16(device)):
+        raise UserError(f"{gpu} has no bf16 arithmetic: use --dtype fp16 or --dtype fp32")
     return device
+
+
+def devices_in_words(device: torch.device) -> str:
+    """What the processes of this launch compute on, such as "2 x cpu"; `device`: this one's."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{processes()} x {name}" if processes() > 1 else name
 
 
 def join_processes(device: torch.device) -> Process:
     """Joins this process's launch (`accelerate launch`, torchrun), if there is one."""
-    if not is_launched() or os.environ["WORLD_SIZE"] == "1":
+    if processes() == 1:
         return Process(device)
     state = PartialState(cpu=device.type == "cpu")
     assert state.device is not None
@@ -100,27 +106,21 @@ def window_batches(
         yield inputs, targets.masked_fill(torch.arange(targets.shape[1]) < first, -100)
 
 
-def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """(batch, tokens) -> (batch, tokens, vocab), fp32 or fp64: the softmax over the vocabulary is
-    never taken in half precision.
-    """
-    logits = model(input_ids=inputs).logits
-    return logits if logits.dtype == torch.float64 else logits.float()
+def check_vectors(numbers: Tensor | float) -> None:
+    """Raises UserError where the vectors of texts, or a loss of them, are not finite."""
+    if not torch.as_tensor(numbers).isfinite().all():
+        raise UserError("the vectors are not finite: use --dtype fp32")
 
 
-@torch.no_grad()
 def check_causality(model: PreTrainedModel, tokens: np.ndarray, dtype: str) -> None:
     """Raises UserError where logits move before the first of several changed tokens.
 
     tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in TOLERANCE.
     """
-    inputs = torch.from_numpy(tokens.astype(np.int64))[None].to(model.device)
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(model.device)
     # Odd where possible, to find blocks of two tokens that see each other.
     first = len(tokens) // 4 * 2 + 1
-    changed = inputs.clone()
-    changed[:, first:] = (changed[:, first:] + 1) % model.config.get_text_config().vocab_size
-    before = logits_of(model, inputs)[:, :first]
-    after = logits_of(model, changed)[:, :first]
+    before, after = logits_before(model, ids, first)
     moved = (after - before).abs().max().item()
     if moved > TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(

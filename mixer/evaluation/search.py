@@ -16,11 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mixer.checkpoints.pretrained import check_token
-from mixer.common.errors import UserError
 from mixer.common.progress import time_reported
 from mixer.data.tokenizer import text_encoder
 from mixer.distributed.world import Process
 from mixer.evaluation.beir import LENGTH, Collection
+from mixer.evaluation.scoring import check_vectors
 from mixer.objectives.retrieval import text_vectors, vector_size
 
 CHUNK = 1 << 14  # texts that are sorted by length at a time
@@ -66,8 +66,7 @@ class Embedder:
             tokens = self.tokens(batch_texts)
             check_token(int(tokens.max()), self.model, name)
             vectors = text_vectors(self.model, tokens.to(self.process.device))
-            if not vectors.isfinite().all():
-                raise UserError("the vectors are not finite: use --dtype fp32")
+            check_vectors(vectors)
             yield torch.tensor(numbers, device=self.process.device), vectors
 
     def tokens(self, texts: Iterable[str]) -> Tensor:

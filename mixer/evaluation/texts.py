@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import UserError
 from mixer.common.files import as_path
-from mixer.data.config import DataConfig
+from mixer.data.config import DataConfig, has_no_splits
 from mixer.data.samples import Samples, TokenFile
 from mixer.data.sources import Shard, documents, local_files, source_of_rows, source_shards
 from mixer.data.tokenizer import TextBytes, load_tokenizer, lost_text, text_encoder
 from mixer.evaluation.config import EvalOptions
+from mixer.objectives.objective import objective_of
 
 SAMPLE = 100  # documents that tell whether the tokenizer loses text
 
@@ -28,7 +29,7 @@ class Text:
     """Token streams to score, and the size of the text they stand for."""
 
     name: str
-    streams: list[np.ndarray]  # each (tokens,)
+    streams: list[np.ndarray]  # each (tokens,), one or more
     bytes: int = 0  # of the UTF-8 encoding
     words: int = 0  # what str.split() counts
     loses: str = ""  # what the tokenizer loses of it, see tokenizer.lost_text
@@ -36,8 +37,12 @@ class Text:
 
     @property
     def largest_token(self) -> int:
-        """Of streams of which some may have no token."""
-        return max(int(tokens.max()) for tokens in self.streams if len(tokens))
+        return max(int(tokens.max()) for tokens in self.streams)
+
+    @property
+    def targets(self) -> int:
+        """How many tokens can be scored: all but the first of each stream."""
+        return sum(len(tokens) - 1 for tokens in self.streams)
 
 
 def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenizerFast) -> Text:
@@ -45,14 +50,14 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
 
     Raises UserError for a text or data that is missing, damaged, empty, or of another tokenizer.
     """
-    if options.text or options.hub:
-        text = documents_of(options, tokenizer)
-    elif sample_maker := options.sample_maker():
-        objective = sample_maker(window)
-        samples = objective.open_data().validation
+    source = options.source
+    if source == "samples":
+        train, data = options.objective_settings()
+        samples = objective_of(train, data, window).open_data().validation
         streams = list(samples.batch(range(len(samples)))[0].numpy())
-        name = f"held-out samples of the task {objective.data.source}"
-        return Text(name, streams, samples=samples)
+        return Text(f"held-out samples of the task {data.source}", streams, samples=samples)
+    if source in ("text", "hub"):
+        text = documents_of(options, tokenizer)
     else:
         directory = options.data_directory
         assert directory is not None  # or the options would have been refused
@@ -61,10 +66,10 @@ def choose_text(options: EvalOptions, window: int, tokenizer: PreTrainedTokenize
         if tokenizer.eos_token_id is None:
             raise UserError("--first-token eos needs a tokenizer with an EOS token: use skip")
         text.streams = [np.insert(tokens, 0, tokenizer.eos_token_id) for tokens in text.streams]
-    if all(len(tokens) < 2 for tokens in text.streams):
+    if not text.targets:
         raise UserError(f"{text.name} is shorter than 2 tokens: give a longer text")
     most = options.max_tokens
-    if 0 < most < sum(len(tokens) - 1 for tokens in text.streams):
+    if 0 < most < text.targets:
         return shortened(
             text, first_targets(text.streams, most), f"first {most:,} tokens", tokenizer
         )
@@ -92,11 +97,7 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
         name = ", ".join(names)
         sources = [DataConfig("text", path, text_field=text_field) for path in options.text]
     else:
-        split = options.split_or_default
-        if (as_path(options.hub) / "state.json").is_file():  # saved without splits
-            if options.split:
-                raise UserError(f"{options.hub} has no splits: leave out --split")
-            split = ""
+        split = "" if has_no_splits(options.hub) else options.split_or_default
         name = " ".join(filter(None, (options.hub, options.subset, split)))
         sources = [DataConfig("hub", options.hub, options.subset, split, text_field=text_field)]
     text = Text(name, [])
@@ -106,12 +107,14 @@ def documents_of(options: EvalOptions, tokenizer: PreTrainedTokenizerFast) -> Te
     blank = options.first_token == "eos"
     documents_of_sources = (documents(shards_of(source), source, blank) for source in sources)
     for document in itertools.chain.from_iterable(documents_of_sources):
-        text.streams.append(encode(document).astype(np.int64))
+        tokens = encode(document).astype(np.int64)
+        if len(tokens):  # the tokenizer may leave nothing of a document
+            text.streams.append(tokens)
+            targets += len(tokens) - 1
         text.bytes += len(document.encode())
         text.words += len(document.split())
         if len(sample) < SAMPLE:
             sample.append(document)
-        targets += len(text.streams[-1]) - 1
         if targets > options.max_tokens > 0:
             break
     text.loses = lost_text(tokenizer, sample)
@@ -130,10 +133,8 @@ def shards_of(source: DataConfig) -> Iterator[Shard]:
 def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenizerFast) -> Text:
     """The validation split of prepared data: packed, one stream; otherwise one per document."""
     split = TokenFile(directory, "validation", context)
-    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
-        problem = "was prepared with another tokenizer than the checkpoint's"
-        raise UserError(f"{directory} {problem}: give data of its run, or --text")
-    tokens = split.tokens
+    check_vocabulary(directory, tokenizer)
+    tokens = split.all_tokens()
     streams = [tokens] if split.packed else np.split(tokens, split.document_ends()[:-1])
     text = Text(
         name=f"validation split of {as_path(directory.resolve()).name}",
@@ -146,6 +147,13 @@ def validation_text(directory: Path, context: int, tokenizer: PreTrainedTokenize
         rows = [tokens[slice(*split.span(row))] for row in range(len(split))]
         text = shortened(text, rows, f"at most {context:,} tokens of each document", tokenizer)
     return text
+
+
+def check_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises UserError for prepared data whose tokens are others than the tokenizer's."""
+    if load_tokenizer(directory).get_vocab() != tokenizer.get_vocab():
+        problem = "was prepared with another tokenizer than the checkpoint's"
+        raise UserError(f"{directory} {problem}: give data of its run, or --text")
 
 
 def shortened(

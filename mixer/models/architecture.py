@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -210,19 +210,16 @@ def check_sizes(model: PreTrainedModel) -> None:
         )
 
 
-@torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
     """Raises UserError for a model of `architecture=auto` that cannot compute a text, at least not
     in finite numbers, or whose logits depend on later tokens: it would learn to copy them.
     """
     config = model.config
     tokens = min(8, config.max_position_embeddings)
-    ids = torch.arange(2 * tokens, device=model.device).remainder(config.vocab_size)
-    texts = ids[:tokens].repeat(2, 1)
-    texts[1, -1] = ids[-1]  # they differ in the last token alone
+    ids = torch.arange(tokens, device=model.device).remainder(config.vocab_size)
     was_training = model.training
     try:
-        first, second = model.eval()(texts, use_cache=False).logits[:, :-1].float()
+        before, after = logits_before(model.eval(), ids, tokens - 1)
     except Exception as error:  # each model raises its own kinds
         if is_out_of_memory(error):
             raise
@@ -230,16 +227,31 @@ def check_causal(model: PreTrainedModel) -> None:
         raise UserError(f"model.config: this {config.model_type} {problem}") from error
     finally:
         model.train(was_training)
-    if not first.isfinite().all():
+    if not before.isfinite().all():
         problem = (
             f"this {config.model_type} computes numbers that are not finite, before any training"
         )
         raise UserError(f"model.config: {problem}: correct the file's numbers")
-    if (first - second).abs().max() > 1e-5 * first.abs().max():
+    if (before - after).abs().max() > 1e-5 * before.abs().max():
         raise UserError(
             f"model.config: this {config.model_type} sees later tokens, as an encoder does; "
             'allowed: a causal model (for some types with "is_decoder": true in the file)'
         )
+
+
+@torch.no_grad()
+def logits_before(model: PreTrainedModel, ids: Tensor, position: int) -> tuple[Tensor, Tensor]:
+    """The logits of a text's tokens before a position, and what they become when the tokens from
+    there on are changed: in a causal model they stay.
+
+    ids: (tokens,) int64. Returns (position, vocab) fp32 twice.
+    """
+    changed = ids.clone()
+    changed[position:] = (changed[position:] + 1) % model.config.get_text_config().vocab_size
+    before, after = (
+        model(text[None], use_cache=False).logits[0, :position].float() for text in (ids, changed)
+    )
+    return before, after
 
 
 # ------------------------------------------------------------------------- its parts

@@ -12,14 +12,13 @@ Only the answers are scored: the copied tokens, and the values at the end.
 import hashlib
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mixer.common.errors import Say, UserError
 from mixer.data.config import DataConfig, Manifest
 from mixer.data.prepare import Data
-from mixer.data.samples import Batch, Indices, hash_number, mixed
+from mixer.data.samples import Batch, Indices, hash_number, mixed, with_targets
 from mixer.data.tokenizer import END_OF_TEXT, fit_to_models
 from mixer.objectives.language import Language
 
@@ -73,9 +72,7 @@ class TaskSamples:
         rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
         make = self._copy if self.task == "copy" else self._recall
         make(rows, np.asarray(indices, dtype=np.uint64))
-        rows = torch.from_numpy(rows)
-        targets = rows[:, 1:].masked_fill(torch.from_numpy(~self.answers[1:]), -100)
-        return rows[:, :-1].contiguous(), targets
+        return with_targets(rows, ~self.answers[1:])
 
     def _copy(self, rows: np.ndarray, indices: np.ndarray) -> None:
         (draws,) = self._draws(indices, self.copied)

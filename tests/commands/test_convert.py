@@ -95,6 +95,17 @@ def test_a_tokenizer_without_an_eos_stays_with_the_model(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "lags").vocab == tokenizer.vocab
 
 
+def test_a_converted_model_gets_what_tools_for_batches_read_as_a_trained_one_does(tmp_path):
+    backend = train_tokenizer(["A text of a few tokens."], 300).backend_tokenizer
+    eos = "<|endoftext|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    save_file(LanguageMixer(vocabulary=300).state_dict(), tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", tmp_path / "new", str(tmp_path / "tokenizer"))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert (saved.pad_token, saved.model_max_length) == (eos, 12)
+
+
 def test_how_far_a_full_weight_is_from_lags_is_said(tmp_path, monkeypatch, capsys):
     small_model().save_pretrained(tmp_path / "full")
     arguments = [tmp_path / "full", "--output", tmp_path / "lags", "--mixing-weight", "lags"]
@@ -160,6 +171,7 @@ def with_tensor(name: str, *shape: int, dtype=torch.float32):
     ("change", "words"),
     [
         (with_tensor("mixerblocks.1.convr.weight", 12, 12, 1), r"r.weight .*, expected: nothing"),
+        (with_tensor("temperature", 1), r"temperature is \[1\], expected: nothing"),
         (with_tensor(f"mixerblocks.{'9' * 5000}.conv.bias", 12), "9999.* expected: nothing"),
         (with_tensor("lm_head.weight", 49, 16), r"is \[49, 16\], expected: \[50, 16\]"),
         (with_tensor("mixerblocks.0.conv.weight", 24, 12, 1), r"expected: \[12, 12, 1\]"),

@@ -11,12 +11,16 @@ from markdown import tables
 from models import SMALL, lively_model, small_model
 from tokenizers import normalizers
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
 )
 
 from mixer.commands.representation import main
@@ -24,6 +28,7 @@ from mixer.common.errors import UserError
 from mixer.data.tokenizer import text_encoder, train_tokenizer
 from mixer.evaluation import representation
 from mixer.evaluation.representation import (
+    block_list,
     first_layers,
     hamming_score,
     random_twin,
@@ -68,7 +73,7 @@ def test_random_weights_mix_at_random_whatever_the_training_began_with(start):
     assert model.config.mixing_init == start
 
 
-@pytest.mark.parametrize("kind", ["mixer", "suffix match", "llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["mixer", "suffix match", "llama", "gpt2", "bart"])
 def test_a_layers_output_is_the_models_own(kind):
     torch.manual_seed(0)
     size = SMALL | {"num_hidden_layers": 3}
@@ -78,6 +83,7 @@ def test_a_layers_output_is_the_models_own(kind):
         "suffix match": lambda: lively_model(num_hidden_layers=3, suffix_match=2),
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**size, **heads, intermediate_size=32)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**size, **heads)),
+        "bart": lambda: BartForCausalLM(BartConfig(vocab_size=50, d_model=16, decoder_layers=3)),
     }[kind]().eval()
     tokens = torch.randint(5, (2, 9))
     embedded = model.get_input_embeddings()(tokens)
@@ -85,6 +91,26 @@ def test_a_layers_output_is_the_models_own(kind):
     wanted = model(tokens, output_hidden_states=True).hidden_states[:-1]
     for layer in range(1, len(wanted)):
         torch.testing.assert_close(first_layers(model, layer)(tokens, embedded), wanted[layer])
+
+
+def test_the_parts_of_a_block_are_no_layers():
+    """Each block of LongCat has two attentions."""
+    sizes = {"hidden_size": 16, "ffn_hidden_size": 16, "num_layers": 1, "num_attention_heads": 2}
+    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    sizes |= {"v_head_dim": 8, "head_dim": 4, "expert_ffn_hidden_size": 16, "moe_topk": 2}
+    model = LongcatFlashForCausalLM(LongcatFlashConfig(vocab_size=50, **sizes)).eval()
+    assert list(block_list(model)) == list(model.model.layers)
+    tokens = torch.randint(5, (2, 9))
+    output = first_layers(model, 1)(tokens, model.get_input_embeddings()(tokens))
+    expected = model(tokens, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(model.model.norm(output), expected)
+
+
+def test_a_model_without_blocks_is_refused():
+    heads = {"num_attention_heads": 2, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(**SMALL | heads | {"num_hidden_layers": 0}))
+    with pytest.raises(UserError, match="this llama has no list of blocks: give another model"):
+        block_list(model)
 
 
 def test_a_text_goes_into_the_layers_as_it_is_embedded(tmp_path, monkeypatch):

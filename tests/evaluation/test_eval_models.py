@@ -261,6 +261,18 @@ def test_a_tokenizer_that_loses_text_is_told_beside_the_numbers(root, tmp_path):
     assert "tokenizer loses" not in evaluation_report([result])
 
 
+@pytest.mark.parametrize("first_token", ["skip", "eos"])
+def test_documents_of_which_the_tokenizer_leaves_nothing_are_no_tokens(root, tmp_path, first_token):
+    model, tokenizer = load_checkpoint(root / "masked_mixer", CPU)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    texts = [{"text": text} for text in ("\u200b", "\u200b", documents()[0])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    how = {"text": [str(tmp_path / "rows.jsonl")], "first_token": first_token}
+    assert evaluate(tmp_path, max_tokens=2, **how)["tokens_scored"] == 2
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

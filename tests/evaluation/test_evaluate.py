@@ -318,5 +318,16 @@ def test_data_of_another_tokenizer_is_refused(run, tmp_path):
     (tmp_path / "b.txt").write_text("zebra quagga xylophone " * 30)
     source = {"source": "text", "path": str(tmp_path), "directory": str(tmp_path / "data")}
     prepare(DataConfig(**source, vocab_size=290, validation_fraction=0.5), say=lambda line: None)
-    with pytest.raises(UserError, match="another tokenizer"):
-        evaluate(run / "demo/step-7", data=str(tmp_path / "data"))
+    for option in ("data", "pairs"):
+        with pytest.raises(UserError, match="another tokenizer"):
+            evaluate(run / "demo/step-7", **{option: str(tmp_path / "data")})
+
+
+def test_pairs_shorter_than_the_context_together_are_evaluated(run, tmp_path):
+    rows = [{"text": word, "partner": word[0]} for word in WORDS[:6]]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"source": "jsonl", "path": str(tmp_path / "pairs.jsonl"), "pair_field": "partner"}
+    where = {"directory": str(tmp_path / "pairs"), "tokenizer": str(run / "data/tokenizer")}
+    prepare(DataConfig(**source, **where, validation_documents=3), say=lambda line: None)
+    assert counts(tmp_path, "pairs")["tokens"] < 32
+    assert evaluate(run / "demo/step-7", pairs=where["directory"])["pairs"] == 3

@@ -14,7 +14,8 @@ from checkpoints import CONTEXT, WORDS, evaluate, save_checkpoint
 from mixer.checkpoints.pretrained import load_checkpoint
 from mixer.commands.eval import main as evaluate_main
 from mixer.common.errors import UserError
-from mixer.evaluation.beir import measures, ranked, read_collection
+from mixer.evaluation import beir
+from mixer.evaluation.beir import measures, ranked, read_collection, read_entries
 from mixer.evaluation.evaluate import evaluation_report
 from mixer.evaluation.search import sort_keys
 from mixer.objectives.retrieval import text_vectors
@@ -166,6 +167,20 @@ def test_a_model_finds_what_its_vectors_say_whatever_the_batches(
     assert f"{result['documents_cut']} documents are longer, and were cut" in report
 
 
+def test_a_collection_is_parsed_once_for_all_checkpoints(checkpoint, folder, tmp_path, monkeypatch):
+    parsed = []
+
+    def recorded(file):
+        parsed.append(file.name)
+        return read_entries(file)
+
+    monkeypatch.setattr(beir, "read_entries", recorded)
+    given = ["--checkpoint", checkpoint, checkpoint, "--retrieval", folder, "--device", "cpu"]
+    evaluate_main([*map(str, given), "--output", str(tmp_path / "report")])
+    # The texts of the documents, which are not kept, are read again for each checkpoint.
+    assert parsed == ["corpus.jsonl", "queries.jsonl", "corpus.jsonl", "corpus.jsonl"]
+
+
 def test_titles_come_before_texts_as_beir_joins_them(folder):
     """One has neither, the next one a text alone."""
     documents = list(read_collection(folder, "test").documents())
@@ -177,7 +192,8 @@ def test_two_processes_find_what_one_does(checkpoint, folder, launch, tmp_path):
     one = evaluate(checkpoint, retrieval=str(folder), batch_size=3)
     asked = ["--checkpoint", checkpoint, "--retrieval", folder, "--batch-size", 3]
     asked += ["--device", "cpu", "--output", tmp_path / "report"]
-    launch(*asked, program="eval", processes=2).succeed()
+    said = launch(*asked, program="eval", processes=2).succeed()
+    assert said.count("evaluating on 2 x cpu\n") == 1
     (two,) = json.loads((tmp_path / "report/report.json").read_text())
     assert two.pop("device") == "2 x cpu" and one.pop("device") == "cpu"
     assert two == one

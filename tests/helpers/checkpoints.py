@@ -63,7 +63,7 @@ def continuations(
     checkpoint: Path, prompts: list[str], new_tokens: int, temperature: float, seed: int
 ) -> list[str]:
     """What `mixer generate` shows for each prompt."""
-    writer = Writer(checkpoint, Sampling(new_tokens, temperature, 50, 1.0, seed))
+    writer = Writer(checkpoint, Sampling(new_tokens, temperature, 50, 1.0))
     texts = []
     for row in [writer.tokens(prompt) for prompt in prompts]:
         pieces = []

@@ -135,7 +135,7 @@ def test_a_tiny_keyed_mixer_learns_to_copy_goes_on_to_the_bit_and_is_evaluated(
     assert result["accuracy"] == pytest.approx(right[-1], abs=0.05)
     assert result["loss"] == pytest.approx(lines[-1]["validation_loss"], rel=0.5)
     assert "| accuracy |" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--max-tokens is given, which scoring a task does not"):
+    with pytest.raises(UserError, match="--max-tokens is given, which scoring samples does not"):
         check_options(EvalOptions(checkpoint=str(runs / "whole/step-60"), max_tokens=5))
 
 
