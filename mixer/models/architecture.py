@@ -92,7 +92,7 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
     except UserError:
         raise
     except Exception as error:  # each class raises its own kinds
-        raise UserError(f"model.config: {model_type} refuses it: {first_line(error)}") from None
+        raise UserError(f"model.config: {model_type} refuses it: {_reason(error)}") from None
     is_composite = text_config is not config
     if is_composite or not hasattr(config, "hidden_size"):
         allowed = "one for text alone"
@@ -103,6 +103,14 @@ def _config_of_file(values: dict[str, Any], of_run: dict[str, Any]) -> PreTraine
         if is_dropout(name, value):
             setattr(config, name, 0.0)
     return config
+
+
+def _reason(error: Exception) -> str:
+    """The first line, and what of a run may be behind it."""
+    reason = first_line(error)
+    if "NoneType" in reason:
+        reason += "; a run has no bos_token_id and no pad_token_id, which some types must have"
+    return reason
 
 
 def with_floats(value: Any) -> Any:
@@ -215,15 +223,15 @@ def check_causal(model: PreTrainedModel) -> None:
     in finite numbers, or whose logits depend on later tokens: it would learn to copy them.
     """
     config = model.config
-    tokens = min(8, config.max_position_embeddings)
+    tokens = config.max_position_embeddings  # some types attend otherwise in shorter texts
     ids = torch.arange(tokens, device=model.device).remainder(config.vocab_size)
     was_training = model.training
     try:
-        before, after = logits_before(model.eval(), ids, tokens - 1)
+        before, after = logits_before(model.eval(), ids)
     except Exception as error:  # each model raises its own kinds
         if is_out_of_memory(error):
             raise
-        problem = f"cannot compute {tokens} tokens ({first_line(error)})"
+        problem = f"cannot compute {tokens:,} tokens ({_reason(error)})"
         raise UserError(f"model.config: this {config.model_type} {problem}") from error
     finally:
         model.train(was_training)
@@ -240,12 +248,14 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def logits_before(model: PreTrainedModel, ids: Tensor, position: int) -> tuple[Tensor, Tensor]:
-    """The logits of a text's tokens before a position, and what they become when the tokens from
-    there on are changed: in a causal model they stay.
+def logits_before(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of a text's first half, and what they become when the other tokens are changed: in
+    a causal model they stay.
 
-    ids: (tokens,) int64. Returns (position, vocab) fp32 twice.
+    ids: (tokens,) int64. Returns (position, vocab) fp32 twice, for the position from which on
+    tokens are changed: odd, to find blocks of two tokens that see each other.
     """
+    position = len(ids) // 4 * 2 + 1
     changed = ids.clone()
     changed[position:] = (changed[position:] + 1) % model.config.get_text_config().vocab_size
     before, after = (

@@ -35,6 +35,9 @@ LATENT |= {
 }
 LATENT |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 FULL_SECOND = {"layer_types": ["linear_attention", "full_attention"] * 2}
+BERT_SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT_SIZE |= {"intermediate_size": 48, "is_decoder": True}
+SPARSE = {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
 FILES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},  # has names of its own, and dropout
     "lfm2": SIZE | {"layer_types": ["conv", "full_attention"] * 2},
@@ -354,6 +357,9 @@ def test_types_of_flash_linear_attention_are_known_where_it_is_installed(monkeyp
         ("lfm2", {"intermediate_size": 0}, "this lfm2 has .*weight of shape .*0.*; allowed: sizes"),
         ("lfm2", {"norm_eps": math.nan}, "this lfm2 computes numbers that are not finite, before"),
         ("bert", {}, "this bert sees later tokens, as an encoder does; allowed: a causal model"),
+        # Only in texts that are long enough.
+        ("big_bird", BERT_SIZE | SPARSE, "this big_bird sees later tokens, as an encoder does"),
+        ("roberta", BERT_SIZE, "this roberta cannot compute 32 tokens .*no bos_token_id and no"),
     ],
 )
 def test_a_file_of_no_causal_model_is_refused(model_type, values, said, auto_config, tmp_path):
@@ -364,7 +370,7 @@ def test_a_file_of_no_causal_model_is_refused(model_type, values, said, auto_con
 
 
 def test_a_model_that_cannot_compute_is_refused():
-    with pytest.raises(UserError, match="config: this lfm2 cannot compute 8 tokens .RuntimeError"):
+    with pytest.raises(UserError, match="config: this lfm2 cannot compute 64 tokens .Runtime"):
         check_causal(build("lfm2", num_key_value_heads=3))
 
 

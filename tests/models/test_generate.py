@@ -15,6 +15,7 @@ import torch
 from checkpoints import continuations
 from models import MIXINGS, SETTINGS, generate, lively_model, padded, prompts, small_model, tokens
 from texts import save_tokenizer
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
@@ -235,6 +236,37 @@ def test_rings_hold_all_that_a_token_of_a_long_text_reads(mixing, monkeypatch):
         logits = model(chunk, attention_mask=mask[:, :end], past_key_values=cache).logits
         torch.testing.assert_close(logits[1:], expected[1:, start:end])
     torch.testing.assert_close(logits[:1], alone[:, -13:])
+
+
+def test_a_mask_that_contradicts_the_cache_is_refused():
+    """Its new tokens would stand where others do, and all that follows be wrong."""
+    model = lively_model()
+    ids, mask = padded("left")
+    unpadded = tokens()[:, :8]
+    hiding = [0, 0, 1, 1, 1, 1, 1, 1]
+    for earlier, later in ((None, hiding), (mask, None), (mask, [1] * ids.shape[1])):
+        given = unpadded if earlier is None else ids
+        cache = model(given, attention_mask=earlier, use_cache=True).past_key_values
+        if later is not None:
+            later = torch.tensor([[*later, 1]]).expand(len(given), -1)
+        with pytest.raises(ValueError, match="hides other tokens of the cache than .*reset"):
+            model(given[:, :1], attention_mask=later, past_key_values=cache)
+    cache.crop(-1)  # it is no longer known which of the dropped columns had tokens
+    one_less = torch.cat([mask[:, :-1], torch.ones(len(ids), 1, dtype=mask.dtype)], 1)
+    model(ids[:, :1], attention_mask=one_less, past_key_values=cache)
+    with pytest.raises(ValueError, match="last 99 tokens were to be dropped, and the cache has"):
+        cache.crop(-99)
+
+
+def test_compiled_generation_is_compiled_once_for_prompts_and_once_for_steps():
+    form = dict(mixing_weight="lags", mixing_init="shift", mixer_key_size=8, mixer_attention=True)
+    model = lively_model(max_position_embeddings=64, mixer_rotary=True, **form)
+    ids = tokens()[:, :4]
+    expected = generate(model, ids, new=20)
+    counter = CompileCounter()
+    model.forward = torch.compile(model.forward, backend=counter)
+    assert torch.equal(generate(model, ids, new=20), expected)
+    assert counter.frame_count <= 3
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])

@@ -61,6 +61,9 @@ class MixingCache(Cache):
         # The model's result of each text's last token, (batch, channels), which padding repeats;
         # None where there is none, or that token was dropped.
         self.last: Tensor | None = None
+        # How many tokens each text has, (batch, 1), or an int where those are all columns; None
+        # where it is not known, after padding was dropped.
+        self.tokens: Tensor | int | None = 0
         self.has_padding = False
         self.captured: CapturedStep | None = None
         # What follows from the new tokens' positions alone, and so is the same for many modules.
@@ -124,7 +127,9 @@ class MixingCache(Cache):
         self.of_step = {}
 
     def _once(self, name: str, numbers: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` returns, once a step for all modules on a device with the same numbers."""
+        """What `compute` returns, once a step for all modules on a device with the same numbers.
+        They are the same in all steps, as compiled code is for one key.
+        """
         key = (name, numbers, self.positions.device)
         if key not in self.of_step:
             self.of_step[key] = compute()
@@ -151,13 +156,13 @@ class MixingCache(Cache):
             lag = (position - torch.arange(extent, device=position.device)) % columns
             return lag.where(lag <= position, -1)
 
-        return self._once("lags", (columns, extent), compute)
+        return self._once("lags", (columns,), compute)
 
     def seen(self, module_id: ModuleId, inputs: Tensor, context: int) -> Tensor:
         """Which columns of inputs that `extended` has returned have one of the last `context`
         tokens up to each new one: (batch or 1, 1, new, columns) bool.
         """
-        numbers = (self.memories[module_id].shape[2], inputs.shape[2], context)
+        numbers = (self.memories[module_id].shape[2], context)
         return self._once("seen", numbers, lambda: is_seen(self.lags(module_id, inputs), context))
 
     def previous(self, module_id: ModuleId) -> Tensor:
@@ -235,7 +240,7 @@ class MixingCache(Cache):
         return self.captured.first
 
     def reset(self) -> None:
-        self.length = self.longest = 0
+        self.length = self.longest = self.tokens = 0
         self.last = None
         for memory in self.memories.values():
             memory.zero_()
@@ -257,6 +262,11 @@ class MixingCache(Cache):
                 "prompt lookup and assistants"
             )
         remaining = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+        if remaining < 0:
+            raise ValueError(
+                f"the last {-tokens_to_remove} tokens were to be dropped, and the cache has "
+                f"{self.length}: give at most as many"
+            )
         columns = min((memory.shape[2] for memory in self.memories.values()), default=math.inf)
         if self.longest > columns and self.longest - remaining > SPARE:
             dropped = self.longest - remaining
@@ -270,6 +280,7 @@ class MixingCache(Cache):
         if remaining < self.length:
             self.length = remaining
             self.last = None
+            self.tokens = remaining if isinstance(self.tokens, int) else None
 
     @property
     def batch(self) -> int:
@@ -285,17 +296,27 @@ class MixingCache(Cache):
             module_id: memory[indices.to(memory.device)]
             for module_id, memory in self.memories.items()
         }
-        self._select_last(indices)
+        self._select_rows(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Text b becomes what text beam_idx[b] was, in place: a captured step writes here."""
         for memory in self.memories.values():
             memory.copy_(memory.index_select(0, beam_idx.to(memory.device)))
-        self._select_last(beam_idx)
+        self._select_rows(beam_idx)
 
-    def _select_last(self, indices: Tensor) -> None:
+    def _select_rows(self, indices: Tensor) -> None:
         if self.last is not None:
             self.last = self.last[indices.to(self.last.device)]
+        if isinstance(self.tokens, Tensor):
+            self.tokens = self.tokens[indices.to(self.tokens.device)]
+
+    def is_of(self, mask: Tensor | None) -> bool:
+        """Whether the texts have as many tokens as a mask (batch, columns of the cache and more)
+        says; None: all columns are tokens. Waits for the GPU, but not where there never was a mask.
+        """
+        counts = self.length if mask is None else mask[:, : self.length].bool().sum(1, keepdim=True)
+        is_equal = True if self.tokens is None else counts == self.tokens
+        return is_equal if isinstance(is_equal, bool) else bool(is_equal.all())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length

@@ -160,6 +160,10 @@ class TokenLayout:
         is_marked = (column >= self.count[:, -1:]) & mark_padding
         return (self.starts + column).masked_fill(is_marked, -1)
 
+    def tokens(self, columns: int) -> Tensor | int:
+        """Of each text so far, (batch, 1); or all of so many columns, where there is no mask."""
+        return self.starts + self.count[:, -1:] if self.is_padded else columns
+
     def restore(self, x: Tensor, last: Tensor | None = None) -> Tensor:
         """x (batch, new, channels), back in the order of the input's columns. last: the result of
         each text's last token in the cache, (batch, channels); None: zeros.
@@ -225,6 +229,7 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         x = layout.restore(x, None if past is None else past.last)
         if past is not None:
             past.last = x[:, -1].clone()  # a view would keep the results of a whole prompt
+            past.tokens = layout.tokens(past.length)
         if states is not None:
             states = (*map(layout.restore, states[:-1]), x)
         return BaseModelOutputWithPast(x, past, hidden_states=states)
@@ -301,10 +306,18 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
             raise ValueError(f"attention_mask has shape {shape}; allowed: {(batch, past + new)}")
+        if torch.compiler.is_compiling():
+            return
         # Beside others, a text without tokens would get zeros, which look like a result.
-        if attention_mask is not None and past == 0 and not torch.compiler.is_compiling():
+        if attention_mask is not None and past == 0:
             if not attention_mask.bool().any(1).all():
                 raise ValueError(NO_TOKEN)
+        if cache is not None and past and not cache.is_of(attention_mask):
+            raise ValueError(
+                "attention_mask, or that there is none, hides other tokens of the cache than "
+                "earlier calls did; allowed: the earlier mask, with columns for the new tokens. To "
+                "hide more, call past_key_values.reset() and give the text anew"
+            )
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
