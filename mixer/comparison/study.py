@@ -242,7 +242,12 @@ def visible_gpus() -> list[str]:
         return os.environ[VISIBLE].split(",")
     import torch
 
-    return [str(number) for number in range(torch.cuda.device_count())] or [""]
+    from mixer.common.hardware import sees_gpu
+
+    if not torch.cuda.device_count():
+        sees_gpu()  # warns where there should be one
+        return [""]
+    return [str(number) for number in range(torch.cuda.device_count())]
 
 
 def report_run(connection: Connection, run: Run, file: Path, text: list[str] | None) -> None:

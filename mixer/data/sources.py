@@ -146,7 +146,7 @@ def shard_texts(shard: Shard) -> Iterator[str | list[str] | Path]:
     number = 1
     try:
         for row in _rows(shard):
-            if row != NO_ROW:
+            if row is not NO_ROW:
                 yield _text(row, config)
             number += 1
     except UserError:

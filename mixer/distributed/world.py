@@ -162,7 +162,7 @@ class Stop:
         self.number = 0  # of the first signal
         self.received_at = 0.0  # of time.monotonic()
         self.old_handlers = {}
-        # Of a thread, such as a web server's, Python takes no handlers: signals do what they did.
+        # Outside the main thread Python accepts no handlers, so signals keep their effect.
         is_main_thread = threading.current_thread() is threading.main_thread()
         for number in SIGNALS if is_main_thread else ():
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

@@ -52,7 +52,6 @@ class Collection:
         return (entry.joined() for entry in read_entries(self.corpus))
 
 
-@lru_cache(maxsize=1)  # it is checked before a model is loaded, and then read for each checkpoint
 def read_collection(folder: Path, split: str) -> Collection:
     """Reads all of a folder, and keeps everything but the documents. Raises UserError for a file
     that is missing, a line that is none of its file, an id that comes twice, and judgements of
@@ -69,6 +68,13 @@ def read_collection(folder: Path, split: str) -> Collection:
             splits = sorted(path.stem for path in qrels.parent.glob("*.tsv"))
             splits_there = f"; --split is {split}, there are: {', '.join(splits)}" if splits else ""
             raise UserError(f"{file} is missing{splits_there}: {LAYOUT}")
+    times = tuple(file.stat().st_mtime_ns for file in (corpus, queries, qrels))
+    return _parsed(corpus, queries, qrels, times)
+
+
+@lru_cache(maxsize=1)  # it is checked before a model is loaded, and then read for each checkpoint
+def _parsed(corpus: Path, queries: Path, qrels: Path, times: tuple[int, ...]) -> Collection:
+    """times: when the files were written, with which they are parsed anew."""
     relevance = _read_relevance(qrels)
     document_ids = [entry.id for entry in read_entries(corpus)]
     texts_of_queries = {entry.id: entry.joined() for entry in read_entries(queries)}

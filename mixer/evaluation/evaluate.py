@@ -111,6 +111,7 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     """
     check_options(options)
     process = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
+    torch.backends.cuda.matmul.allow_tf32 = False  # as a training in this process may have set it
     is_half = options.dtype != "fp32"
     window = options.window or "the context's"
     sizes = f"--batch-size {options.batch_size}, --window {window} tokens, --dtype {options.dtype}"

@@ -24,10 +24,7 @@ from mixer.common.hardware import lacks_bf16, sees_gpu
 from mixer.common.ranks import processes
 from mixer.data.samples import Batch
 from mixer.distributed.world import Process
-from mixer.models.architecture import logits_before
-
-# Of a causal model's logits, as a share of the largest one: matmuls may sum in another order.
-TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2}
+from mixer.models.architecture import CAUSAL_TOLERANCE, logits_before
 
 
 def choose_device(name: str, dtype: str) -> torch.device:
@@ -115,12 +112,13 @@ def check_vectors(numbers: Tensor | float) -> None:
 def check_causality(model: PreTrainedModel, tokens: np.ndarray, dtype: str) -> None:
     """Raises UserError where logits move before the first of several changed tokens.
 
-    tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: in TOLERANCE.
+    tokens: (tokens,) integers, 2 or more, no longer than the model reads. dtype: that of a name in
+    CAUSAL_TOLERANCE.
     """
     ids = torch.from_numpy(tokens.astype(np.int64)).to(model.device)
     before, after = logits_before(model, ids)
     moved = (after - before).abs().max().item()
-    if moved > TOLERANCE[dtype] * before.abs().max().item():
+    if moved > CAUSAL_TOLERANCE[dtype] * before.abs().max().item():
         raise UserError(
             f"the model is not causal: changing the tokens from {len(before)} on moved earlier "
             f"logits by {moved:.3g}; give a causal model"

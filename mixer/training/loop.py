@@ -47,8 +47,8 @@ def train(run: RunConfig) -> PreTrainedModel:
     with advice_on_errors(run, accelerator):
         world = World(accelerator)
         check_run(run, world)
-        lock = run_locked(run.directory) if world.is_main else nullcontext()
-        with lock, tf32_products(run.train.tf32):
+        torch.backends.cuda.matmul.allow_tf32 = run.train.tf32
+        with run_locked(run.directory) if world.is_main else nullcontext():
             data = open_run_data(run, world)
             memory_gb = needed_gb(run, data.manifest, world)
             state = start_state(run, data, world)
@@ -361,17 +361,6 @@ def evaluation_due(train: TrainConfig, step: int) -> bool:
 def is_due(every: int, step: int) -> bool:
     """Whether something is done after `step` that is done every so many steps, or never for 0."""
     return every > 0 and step % every == 0
-
-
-@contextmanager
-def tf32_products(allowed: bool) -> Iterator[None]:
-    """Lets a GPU round the factors of fp32 products to TF32, or not; afterwards as before."""
-    of_caller = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = of_caller
 
 
 @contextmanager

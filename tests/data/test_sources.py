@@ -213,8 +213,8 @@ def test_rows_without_the_field_are_counted_and_many_are_refused(tmp_path, capsy
     prepare(config, said.append)
     err = capsys.readouterr().err
     for expected in (
-        f"left out: 4 of 99 entries of {config.path} have no text in field 'text'",
-        f"left out: 2 of 101 texts of {config.path} are empty, or white space",
+        f"left out: 5 of 100 entries of {config.path} have no text in field 'text'",
+        f"left out: 2 of 102 texts of {config.path} are empty, or white space",
     ):
         assert expected in said and expected in err
 

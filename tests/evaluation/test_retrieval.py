@@ -3,6 +3,7 @@ ranking is that of a model's vectors, and a folder that is none is met with one 
 """
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -179,6 +180,9 @@ def test_a_collection_is_parsed_once_for_all_checkpoints(checkpoint, folder, tmp
     evaluate_main([*map(str, given), "--output", str(tmp_path / "report")])
     # The texts of the documents, which are not kept, are read again for each checkpoint.
     assert parsed == ["corpus.jsonl", "queries.jsonl", "corpus.jsonl", "corpus.jsonl"]
+    os.utime(folder / "queries.jsonl", ns=(0, 0))  # written anew
+    read_collection(folder, "test")
+    assert parsed[4:] == ["corpus.jsonl", "queries.jsonl"]
 
 
 def test_titles_come_before_texts_as_beir_joins_them(folder):

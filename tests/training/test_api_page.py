@@ -24,7 +24,7 @@ def test_the_page_runs_and_a_training_is_the_same_after_others(tmp_path, monkeyp
     names = {}
     exec(compile(CODE, "api.md", "exec"), names)
 
-    assert not torch.backends.cuda.matmul.allow_tf32  # as before the training
+    assert not torch.backends.cuda.matmul.allow_tf32  # of the training, for the evaluation
     assert names["model"].num_parameters() == names["trained"].num_parameters()
     assert 1 < names["result"]["loss"] < 8 and len(names["losses"]) == 2
     assert names["losses"][-1] < names["losses"][0]

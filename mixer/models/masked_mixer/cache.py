@@ -128,7 +128,7 @@ class MixingCache(Cache):
 
     def _once(self, name: str, numbers: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` returns, once a step for all modules on a device with the same numbers.
-        They are the same in all steps, as compiled code is for one key.
+        These must not change from step to step, or compiled code would be compiled anew for each.
         """
         key = (name, numbers, self.positions.device)
         if key not in self.of_step:
@@ -272,7 +272,7 @@ class MixingCache(Cache):
             dropped = self.longest - remaining
             raise ValueError(
                 f"the last {dropped} of {self.longest} tokens were to be dropped; allowed: {SPARE} "
-                "at most, because more have overwritten what the others need. So many may be "
+                "at most, because more have overwritten what the others need. Let no more be "
                 "guessed: set prompt_lookup_num_tokens, or the assistant's generation_config."
                 "num_assistant_tokens with num_assistant_tokens_schedule='constant'. Or call "
                 "reset() and give the text anew"
@@ -332,8 +332,6 @@ class CapturedStep:
         """Runs the first step, whose result is `first`, and captures it for later ones."""
         self.blocks = blocks
         self.addresses = [(p, p.data_ptr()) for p in parameters_of(blocks)]
-        # A reference keeps these tensors alive: the graph writes to their memory.
-        self.memories = list(cache.memories.values())
         self.input_ids = input_ids.clone()
         self.positions = cache.positions.clone()
         cache.positions = self.positions
@@ -347,6 +345,8 @@ class CapturedStep:
         with torch.cuda.stream(stream):
             self.first = blocks(self.input_ids, cache)  # sets up what kernels and libraries need
         current.wait_stream(stream)
+        # A reference keeps these tensors alive: the graph writes to their memory.
+        self.memories = list(cache.memories.values())
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.x = blocks(self.input_ids, cache)  # (batch, 1, channels); recorded, not computed
         weakref.finalize(self, free.append, stream)
