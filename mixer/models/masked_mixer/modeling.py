@@ -306,7 +306,8 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
             raise ValueError(f"attention_mask has shape {shape}; allowed: {(batch, past + new)}")
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        is_capturing = input_ids.is_cuda and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or is_capturing:
             return  # what follows waits for the GPU
         # Beside others, a text without tokens would get zeros, which look like a result.
         if attention_mask is not None and past == 0:
