@@ -17,9 +17,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mixer.common.errors import command_parser, run_command
+from mixer.common.errors import UserError, command_parser, run_command
 from mixer.common.files import as_path, whole_file
-from mixer.evaluation.beir import Entry, read_collection, read_entries
+from mixer.evaluation.beir import LAYOUT, Entry, read_collection, read_entries
 
 Pair = tuple[str, str]  # query and document
 END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--split", default="", help="of the qrels; default: the corpus alone")
     options = parser.parse_args()
     folder = as_path(options.folder)
+    if not (folder / "corpus.jsonl").is_file():
+        raise UserError(f"{folder / 'corpus.jsonl'} is missing: {LAYOUT}")
     queries = queries_of_documents(folder, options.split) if options.split else {}
     entries = read_entries(folder / "corpus.jsonl")
     groups = in_turns(list(pairs_of(entry, queries.get(entry.id, []))) for entry in entries)

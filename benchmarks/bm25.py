@@ -10,11 +10,12 @@ two words each. A document without a word of the query is not found. Writes PATH
 
 import re
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from saving import markdown, measured_by, origin, parser_of, save
 
-from mixer.common.errors import run_command
+from mixer.common.errors import UserError, run_command
 from mixer.common.files import as_path
 from mixer.evaluation.beir import Collection, measures, ranked, read_collection
 
@@ -28,6 +29,9 @@ def main() -> None:
     parser.add_argument("--split", default="test", help="of the qrels")
     parser.add_argument("--identifiers", action="store_true", help="split names into their words")
     options = parser.parse_args()
+    if not (find_spec("bm25s") and find_spec("Stemmer")):
+        remedy = "pip install -c constraints.txt -e '.[bench]'"
+        raise UserError(f"bm25s or PyStemmer is not installed: {remedy}")
     folder = as_path(options.folder)
     collection = read_collection(folder, options.split)
     result = measured_by(options, device="cpu") | {

@@ -178,7 +178,9 @@ def cells_of(result: dict) -> Kinds:
         if len({cell.budget for cell in cells}) < 2:
             raise UserError(f"{name} has runs of fewer than two times: let the plan end first")
     if not any(len(cell.losses) > 1 for cells in kinds.values() for cell in cells):
-        raise UserError("no run has a second seed, which intervals need: give the plan seeds: [1]")
+        raise UserError(
+            "no run has a second seed, which intervals need: let a plan with seeds: [1] end"
+        )
     return kinds
 
 

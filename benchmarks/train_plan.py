@@ -7,8 +7,8 @@ Plans are in benchmarks/plans; mixer/comparison/plan.py says what they may have.
 options win over those of the command line.
 
 PATH.json gets each run when it ends; a run that it has is not repeated. SIGTERM or SIGINT stops the
-runs and saves them in PATH-runs, with exit status 3. The same command resumes them. PATH.md and
-PATH.png come at the end.
+runs and saves them in PATH-runs, with exit status 3. The same command resumes them. At the end come
+PATH.md and, except of retrieval, PATH.png.
 """
 
 import shlex

@@ -26,6 +26,8 @@ def plan_of(
         raise UserError(f"{problem}; allowed: 1 or more of each, and finite seconds above 0")
     if overrides.keys() & {"name", "output_dir"}:
         raise UserError("a comparison takes no name and no output_dir: give --output PATH")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"--backends {' '.join(names)}: {twice[0]} is named twice; name it once")
     models = {Path(name).name: entrant(name) for name in names}
     if len(models) < len({*names}):
         raise UserError(f"--backends {' '.join(names)}: two files have one name; give them others")

@@ -76,6 +76,7 @@ def _problem_of_accelerate() -> str:
     if ACCELERATE in os.environ and several and not is_launched():
         return (
             "accelerate launch was asked for several processes but started one; allowed: "
-            "--multi_gpu; on a CPU start them with: torchrun --nproc_per_node=2 train.py ..."
+            "--multi_gpu; on a CPU start them with: torchrun --nproc_per_node=2 "
+            f"{os.path.basename(sys.argv[0])} ..."
         )
     return ""

@@ -111,6 +111,9 @@ def evaluate_checkpoint(options: EvalOptions) -> dict:
     """
     check_options(options)
     process = scoring.join_processes(scoring.choose_device(options.device, options.dtype))
+    if options.backend == "cuda" and process.device.type != "cuda":
+        problem = f"--backend is cuda, but evaluating on the {process.device.type}"
+        raise UserError(f"{problem}; allowed there: auto, dense")
     torch.backends.cuda.matmul.allow_tf32 = False  # as a training in this process may have set it
     is_half = options.dtype != "fp32"
     window = options.window or "the context's"
@@ -172,6 +175,9 @@ def evaluate_pairs(
     with time_reported("reading pairs"):
         scores = score_pairs(pair_loss, pairs, len(pairs), options.batch_size, process)
     scoring.check_vectors(scores.loss)
+    if not scores.top1:
+        fewest = min(CANDIDATES)
+        say_on_stderr(f"{scores.pairs} pairs: none is sought among others; that takes {fewest}")
     return {"data": options.pairs, "tokens": window, "pairs": scores.pairs} | scores.top1
 
 

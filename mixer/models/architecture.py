@@ -5,6 +5,7 @@ what training needs to know of any such model: its blocks, its final norm, its F
 import difflib
 import re
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -143,6 +144,8 @@ def _check_type(model_type: str, values: dict[str, Any]) -> None:
         problem = "is unknown to the installed transformers"
         if "auto_map" in values:
             problem += ", and code that comes with a model (auto_map) is not run"
+        if not find_spec("fla"):
+            problem += " (types of flash-linear-attention need pip install -e '.[fla]')"
     elif CONFIG_MAPPING[model_type] not in AutoModelForCausalLM._model_mapping:
         problem = "is no causal language model"
     elif model_type == "reformer":  # and with hashed attention it sees later tokens

@@ -355,6 +355,8 @@ def _clashes(run: RunConfig) -> list[str]:
     clashes = []
     if not run.name or "/" in run.name or run.name in (".", ".."):
         clashes.append(f"name = {run.name!r}; allowed: a directory name without slashes")
+    if not run.output_dir:
+        clashes.append("output_dir is empty; allowed: a directory, such as runs")
     if train.recompute == "activation" and architecture != "masked_mixer":
         clashes.append(
             "train.recompute = 'activation', which is for masked mixers; allowed for architecture "

@@ -170,7 +170,7 @@ def shape_problems(options: MixerOptions) -> list[str]:
         (
             listed is not None and options.mixer_keyed_every > 1,
             ["mixer_keyed_blocks", "mixer_keyed_every"],
-            "one of them",
+            "one of them; with mixer_keyed_blocks set mixer_keyed_every=1",
         ),
         (
             gate and keyed_in_all,
