@@ -82,7 +82,7 @@ class EvalOptions:
         if not problems and traits_of(train, data).makes_samples:
             problems = option_problems(data, "data.")
         if problems:
-            unknown = f"{self.checkpoint} was trained with {'; '.join(problems)}"
+            unknown = f"{self.checkpoint} was trained on {'; '.join(problems)}"
             raise UserError(f"{unknown}: give --data DIR, or another text, to score that")
         return train, data
 

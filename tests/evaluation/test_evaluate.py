@@ -286,7 +286,7 @@ def test_the_task_of_another_version_is_read_and_odd_values_of_it_are_named(run,
     content = json.dumps(STATE | {"settings": {"data": task}})
     assert "the task copy" in evaluate(change_trainer(run, tmp_path / "later", content))["text"]
     content = json.dumps(STATE | {"settings": {"data": task | {"vocab_size": "x"}}})
-    with pytest.raises(UserError, match="was trained with data.vocab_size = 'x'; allowed: a whole"):
+    with pytest.raises(UserError, match="was trained on data.vocab_size = 'x'; allowed: a whole"):
         evaluate(change_trainer(run, tmp_path / "odd", content))
 
 
