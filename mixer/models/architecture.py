@@ -144,8 +144,6 @@ def _check_type(model_type: str, values: dict[str, Any]) -> None:
         problem = "is unknown to the installed transformers"
         if "auto_map" in values:
             problem += ", and code that comes with a model (auto_map) is not run"
-        if not find_spec("fla"):
-            problem += " (types of flash-linear-attention need pip install -e '.[fla]')"
     elif CONFIG_MAPPING[model_type] not in AutoModelForCausalLM._model_mapping:
         problem = "is no causal language model"
     elif model_type == "reformer":  # and with hashed attention it sees later tokens
@@ -153,10 +151,10 @@ def _check_type(model_type: str, values: dict[str, Any]) -> None:
     if problem:
         names = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != model_type]
         near = difflib.get_close_matches(model_type, names, 3) or ["llama", "lfm2", "mamba2"]
-        raise UserError(
-            f"model.config: model_type {model_type!r} {problem}; allowed: those of "
-            f"AutoModelForCausalLM, such as {', '.join(near)}"
-        )
+        allowed = f"those of AutoModelForCausalLM, such as {', '.join(near)}"
+        if not find_spec("fla"):
+            allowed += ", and after pip install -e '.[fla]' those of flash-linear-attention"
+        raise UserError(f"model.config: model_type {model_type!r} {problem}; allowed: {allowed}")
 
 
 def _check_names(entries: dict[str, Any], names: set[str]) -> None:
