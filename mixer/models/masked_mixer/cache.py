@@ -310,12 +310,9 @@ class MixingCache(Cache):
         if isinstance(self.tokens, Tensor):
             self.tokens = self.tokens[indices.to(self.tokens.device)]
 
-    def is_of(self, mask: Tensor | None) -> bool:
-        """Whether the texts have as many tokens as a mask (batch, columns of the cache and more)
-        says; None: all columns are tokens. Waits for the GPU, but not where there never was a mask.
-        """
-        counts = self.length if mask is None else mask[:, : self.length].bool().sum(1, keepdim=True)
-        is_equal = True if self.tokens is None else counts == self.tokens
+    def has(self, tokens: Tensor | int) -> bool:
+        """Whether the texts may have so many tokens, (batch, 1), or each so many."""
+        is_equal = self.tokens is None or tokens == self.tokens
         return is_equal if isinstance(is_equal, bool) else bool(is_equal.all())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

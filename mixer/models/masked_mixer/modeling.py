@@ -147,6 +147,21 @@ class TokenLayout:
         if new > 1:  # (batch, new): the columns with tokens, then those with padding
             self.order = is_token.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
 
+    def check(self, cache: MixingCache | None) -> None:
+        """Raises ValueError for a mask without a token, and for one that is not the cache's. Waits
+        for the GPU where there is a mask, or there was one.
+        """
+        if cache is not None and not cache.is_empty:
+            if not cache.has(self.starts if self.is_padded else cache.length):
+                raise ValueError(
+                    "attention_mask, or that there is none, hides other tokens of the cache than "
+                    "earlier calls did; allowed: the earlier mask, with columns for the new "
+                    "tokens. To hide more, call past_key_values.reset() and give the text anew"
+                )
+        # Beside others, a text without tokens would get zeros, which look like a result.
+        elif self.is_padded and not self.count[:, -1].all():
+            raise ValueError(NO_TOKEN)
+
     def gather(self, input_ids: Tensor) -> Tensor:
         return input_ids if self.order is None else input_ids.gather(1, self.order)
 
@@ -217,6 +232,9 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         states = [] if output_hidden_states else None
         layout = TokenLayout(attention_mask, input_ids.shape[1])
+        is_capturing = input_ids.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (torch.compiler.is_compiling() or is_capturing):
+            layout.check(past)
         input_ids = layout.gather(input_ids)
         if past is None:
             x = self._blocks(input_ids, None, states)
@@ -306,19 +324,6 @@ class MaskedMixerModel(MaskedMixerPreTrainedModel):
         shape = tuple(attention_mask.shape) if attention_mask is not None else (batch, past + new)
         if shape != (batch, past + new):
             raise ValueError(f"attention_mask has shape {shape}; allowed: {(batch, past + new)}")
-        is_capturing = input_ids.is_cuda and torch.cuda.is_current_stream_capturing()
-        if torch.compiler.is_compiling() or is_capturing:
-            return  # what follows waits for the GPU
-        # Beside others, a text without tokens would get zeros, which look like a result.
-        if attention_mask is not None and past == 0:
-            if not attention_mask.bool().any(1).all():
-                raise ValueError(NO_TOKEN)
-        if cache is not None and past and not cache.is_of(attention_mask):
-            raise ValueError(
-                "attention_mask, or that there is none, hides other tokens of the cache than "
-                "earlier calls did; allowed: the earlier mask, with columns for the new tokens. To "
-                "hide more, call past_key_values.reset() and give the text anew"
-            )
 
 
 # GenerationMixin must be named here: transformers looks for it among the direct bases.
