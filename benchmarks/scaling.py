@@ -7,8 +7,7 @@ RESULTS.json has the runs of benchmarks/plans/scaling.yaml, or of a plan like it
 sizes after several times. Writes PATH.md and PATH.png.
 
 - A size's loss is the mean of its seeds, with the best of its learning rates and other options. A
-  budget's is the minimum of the parabola through the sizes (ln loss by ln parameters), or the best
-  size's where that minimum is not between them.
+  budget's is that of its best size.
 - The law of a kind is loss = a + b C^-c. Its floor a is the text's, so one for all kinds: of two
   kinds after three times each, five numbers leave one degree of freedom. Kinds are compared by
   their laws, hardly beyond what was measured.
@@ -54,18 +53,6 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Optimum:
-    """The best size after one time: of the parabola, or of those that were trained."""
-
-    budget: float
-    log_parameters: float
-    log_flops: float
-    log_seconds: float
-    log_loss: float
-    source: str
-
-
-@dataclass(frozen=True)
 class Law:
     """ln (loss - floor) = intercept + slope x ln compute."""
 
@@ -93,10 +80,10 @@ class Estimate:
             return Estimate(*np.exp([self.value, self.low, self.high]))
 
 
-Compute = Callable[[Optimum], float]  # its logarithm
+Compute = Callable[[Cell], float]  # its logarithm
 COMPUTE: dict[str, Compute] = {
-    "FLOPs": lambda optimum: optimum.log_flops,
-    "time": lambda optimum: optimum.log_seconds,
+    "FLOPs": lambda cell: math.log(cell.flops),
+    "time": lambda cell: math.log(cell.seconds),
 }
 Kinds = dict[str, list[Cell]]
 Quantity = tuple[str, str, str, float]  # what it is, measure of compute, kind and budget
@@ -198,43 +185,15 @@ def cell_of(rows: list[dict]) -> Cell:
 # ------------------------------------------------------------------------- the law
 
 
-def optima(cells: list[Cell]) -> list[Optimum]:
+def optima(cells: list[Cell]) -> list[Cell]:
     """The best size after each time."""
-    budgets = sorted({cell.budget for cell in cells})
-    return [optimum([cell for cell in cells if cell.budget == budget]) for budget in budgets]
+    by_budget: dict[float, list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.budget):
+        by_budget.setdefault(cell.budget, []).append(cell)
+    return [min(of_budget, key=lambda cell: cell.log_loss) for of_budget in by_budget.values()]
 
 
-def optimum(cells: list[Cell]) -> Optimum:
-    """Of the sizes after one time."""
-    cells = sorted(cells, key=lambda cell: cell.parameters)
-    sizes = np.log([cell.parameters for cell in cells])
-    losses = np.array([cell.log_loss for cell in cells])
-    log_flops = np.log([cell.flops for cell in cells])
-    log_seconds = np.log([cell.seconds for cell in cells])
-    best = int(losses.argmin())
-    size, log_loss = sizes[best], losses[best]
-    source = f"the best of {len(cells)} sizes"
-    if len(cells) > 1 and best in (0, len(cells) - 1):
-        source += ", the smallest" if best == 0 else ", the largest"
-    if len(cells) > 2:
-        centre = sizes.mean()
-        curvature, slope, constant = np.polyfit(sizes - centre, losses, 2)
-        lowest = centre - slope / (2 * curvature)
-        if curvature > 0 and sizes[0] < lowest < sizes[-1]:
-            size = lowest
-            log_loss = constant - slope**2 / (4 * curvature)
-            source = "parabola"
-    return Optimum(
-        budget=cells[0].budget,
-        log_parameters=float(size),
-        log_flops=float(np.interp(size, sizes, log_flops)),
-        log_seconds=float(np.interp(size, sizes, log_seconds)),
-        log_loss=float(log_loss),
-        source=source,
-    )
-
-
-def laws_of(best: dict[str, list[Optimum]], compute: Compute) -> dict[str, Law]:
+def laws_of(best: Kinds, compute: Compute) -> dict[str, Law]:
     """Of each kind, with the floor that leaves the smallest squares of all together."""
     losses = {name: np.exp([point.log_loss for point in best[name]]) for name in best}
     floors = FLOORS * min(map(min, losses.values()))
@@ -315,15 +274,14 @@ def table(kinds: Kinds) -> str:
             raise UserError(f"the loss of {name} does not fall with the compute: no law fits it")
     freedom = sum(len(points) - 2 for points in best.values()) - 1
     notes = (
-        "Losses are in nats per token. A budget's is the lowest of the parabola through the sizes "
-        "(ln loss by ln parameters), or the best size's where that point is not between them. The "
-        "law is loss = a + b C^-c with one floor for all kinds, which leaves "
+        "Losses are in nats per token, those of the best size. The law is loss = a + b C^-c with "
+        "one floor for all kinds, which leaves "
         f"{counted(max(freedom, 0), 'degree')} of freedom: it says nothing of other budgets. "
         "Ratios are those of the laws. Brackets have 95% of what other seeds would give, and "
         "nothing of other learning rates or texts. PFLOP are 1e15 useful FLOPs of training; time "
         "is the number of steps times the median time of a step."
     )
-    sections = ["# Loss by compute", optima_table(best), laws_table(best, estimates)]
+    sections = ["# Loss by compute", optima_table(kinds), laws_table(best, estimates)]
     for name in rivals:
         budgets = [point.budget for point in best[name]]
         sections.append(f"## How many times as much {reference} needs as {name}")
@@ -331,30 +289,41 @@ def table(kinds: Kinds) -> str:
     return "\n\n".join([*sections, wrapped(notes)]) + "\n"
 
 
-def optima_table(best: dict[str, list[Optimum]]) -> str:
+def optima_table(kinds: Kinds) -> str:
     head = ["kind", "budget, s", "loss", "at", "parameters, M", "PFLOP", "training, s"]
     rows = [
         [
             name,
-            f"{point.budget:g}",
-            f"{math.exp(point.log_loss):{LOSS}}",
-            point.source,
-            f"{math.exp(point.log_parameters) / 1e6:.1f}",
-            f"{math.exp(point.log_flops) / PFLOP:.3g}",
-            f"{math.exp(point.log_seconds):{SECONDS}}",
+            f"{best.budget:g}",
+            f"{math.exp(best.log_loss):{LOSS}}",
+            place(best, cells),
+            f"{best.parameters / 1e6:.1f}",
+            f"{best.flops / PFLOP:.3g}",
+            f"{best.seconds:{SECONDS}}",
         ]
-        for name, points in best.items()
-        for point in points
+        for name, cells in kinds.items()
+        for best in optima(cells)
     ]
     return markdown(head, rows)
 
 
-def laws_table(best: dict[str, list[Optimum]], estimates: dict[Quantity, Estimate]) -> str:
+def place(best: Cell, cells: list[Cell]) -> str:
+    """Which of the sizes after the same time it is: one at the end may not be the best there is."""
+    sizes = sorted(cell.parameters for cell in cells if cell.budget == best.budget)
+    text = f"the best of {counted(len(sizes), 'size')}"
+    if len(sizes) > 1 and best.parameters in (sizes[0], sizes[-1]):
+        text += ", the smallest" if best.parameters == sizes[0] else ", the largest"
+    return text
+
+
+def laws_table(best: Kinds, estimates: dict[Quantity, Estimate]) -> str:
     laws = laws_of(best, COMPUTE["FLOPs"])
     head = ["kind", "floor, a", "exponent, c", "of time", "off the law"]
     rows = []
     for name, points in best.items():
-        residuals = [point.log_loss - laws[name].log_loss(point.log_flops) for point in points]
+        residuals = [
+            point.log_loss - laws[name].log_loss(math.log(point.flops)) for point in points
+        ]
         exponents = [str(estimates["exponent", measure, name, 0]) for measure in COMPUTE]
         floor = str(estimates["floor", "FLOPs", "", 0])
         rows.append([name, floor, *exponents, f"{max(map(abs, residuals)):.2%}"])
@@ -394,7 +363,7 @@ def draw(kinds: Kinds, output: Path) -> None:
             for cell in cells:
                 flops = [cell.flops / PFLOP] * len(cell.losses)
                 axes.plot(flops, cell.losses, "o", color=colour, alpha=0.4)
-            log_flops = np.linspace(best[name][0].log_flops, best[name][-1].log_flops, 50)
+            log_flops = np.log(np.geomspace(best[name][0].flops, best[name][-1].flops, 50))
             losses = np.exp([*map(laws[name].log_loss, log_flops)])
             axes.plot(np.exp(log_flops) / PFLOP, losses, color=colour)
             names.append((most_flops / PFLOP, losses[-1], name, colour))

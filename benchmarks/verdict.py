@@ -33,8 +33,8 @@ SHORTER = f"{DEEP}, 200 s"
 TABLES = {
     "Books, 60 s": {
         "Qwen3-style transformer": ("minute_512_h200", TRANSFORMER),
-        "mixing in the MLP + attention": ("minute_512_h200", IN_MLP),
-        "the same, window 8, another host": ("minute_512_h200", f"{IN_MLP}, window 8"),
+        "mixing in the MLP + attention": ("minute_512_h200", f"{IN_MLP}, window 8"),
+        "the same, window 4, another host": ("minute_512_h200", IN_MLP),
         "the same without mixing, another host": ("minute_512_h200", UNMIXED),
         "plain mixing + attention": (
             "today_512_h200",
@@ -54,6 +54,7 @@ TABLES = {
     },
     "Books, 300 s": {
         "Qwen3-style transformer": (FIVE_MINUTES, TRANSFORMER),
+        "the same, 10 wide blocks, another host": (FIVE_MINUTES, f"{TRANSFORMER}, 10 wide blocks"),
         "plain mixing + attention": ("today_512_h200", f"{ATTENTION}, 300 s, lr 0.002"),
         "mixing in the MLP + attention": (FIVE_MINUTES, DEEP),
         "plain mixing + keyed mixing": ("today_512_h200", f"{KEYED}, 300 s, lr 0.002"),
@@ -64,29 +65,25 @@ TABLES = {
     },
     "Code, 60 s": {
         "code: Qwen3-style transformer": ("minute_code_512_h200", TRANSFORMER),
-        "code: mixing in the MLP + attention": ("minute_code_512_h200", IN_MLP),
-        "code: LFM2-style, another host": ("families_code_512_h200", "LFM2-style"),
-        "code: Qwen3-style transformer, another host": (
-            "today_code_512_h200",
-            "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
+        "code: mixing in the MLP + attention": ("minute_code_512_h200", f"{IN_MLP}, window 8"),
+        "code: plain mixing + keyed mixing": ("families_code_512_h200", "keyed mixer"),
+        "code: LFM2-style": ("families_code_512_h200", "LFM2-style"),
+        "code: gated mixing + suffix match": (
+            "families_code_512_h200",
+            "gated mixer, suffix match",
         ),
-        "code: plain mixing + attention, another host": (
-            "today_code_512_h200",
-            f"{ATTENTION}, every second of 8, 60 s, lr 0.004",
-        ),
-        "code: gated mixing + suffix match, another host": (
-            "today_code_512_h200",
-            "gated 512, suffix match, 8 blocks, 60 s, lr 0.004",
-        ),
+        "code: recurrent mixer": ("families_code_512_h200", "recurrent mixer"),
     },
     "Books at 2048 tokens, 60 s": {
         "context 2048: Qwen3-style transformer": ("minute_2048_h200", TRANSFORMER),
         "context 2048: mixing in the MLP + attention": ("minute_2048_h200", WIDE),
-        "context 2048: LFM2-style, another host": ("families_2048_h200", "LFM2-style"),
-        "context 2048: Qwen3-style transformer, another host": (
-            "today_2048_h200",
-            "Qwen3 512, 8 blocks, shifted keys, 60 s, lr 0.002",
+        "context 2048: LFM2-style": ("families_2048_h200", "LFM2-style"),
+        "context 2048: plain mixing + keyed mixing": ("families_2048_h200", "keyed mixer"),
+        "context 2048: gated mixing + suffix match": (
+            "families_2048_h200",
+            "gated mixer, suffix match",
         ),
+        "context 2048: recurrent mixer": ("families_2048_h200", "recurrent mixer"),
     },
 }
 HEAD = ["model", "blocks with attention", "window", "parameters, M", "tokens, M", "seconds", "loss"]

@@ -68,11 +68,16 @@ def test_the_factor_that_runs_were_made_with_is_inside_of_its_interval(growth, s
         assert scaling.direction(estimates["trend", measure, "mixer", 0]) == said
     floor = estimates["floor", "FLOPs", "", 0]
     assert floor.low < FLOOR < floor.high
-    for points in map(scaling.optima, kinds.values()):
-        for point in points:
-            assert point.source == "parabola"
-            size = math.exp(point.log_parameters) / 2e7 / math.sqrt(point.budget / 20)
-            assert size == pytest.approx(1, rel=0.15)
+    for best in (best for cells in kinds.values() for best in scaling.optima(cells)):
+        best_size = 2e7 * math.sqrt(best.budget / 20)
+        assert best.parameters == SIZES[1] * best_size
+        assert scaling.place(best, kinds["mixer"]) == "the best of 3 sizes"
+
+
+def test_the_published_law_is_what_the_script_makes_of_the_runs():
+    results = ROOT / "benchmarks/results"
+    kinds = scaling.cells_of(scaling.read_runs(results / "scaling_h200.json"))
+    assert (results / "scaling_law_h200.md").read_text().startswith(scaling.table(kinds))
 
 
 @pytest.mark.parametrize(("sizes", "end"), [((1.5, 3, 6), "smallest"), ((0.2, 0.4), "largest")])

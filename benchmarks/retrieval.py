@@ -1,0 +1,92 @@
+"""What models find of a collection in BEIR's layout, beside BM25.
+
+    python benchmarks/retrieval.py RESULTS.json EVALUATION.json BM25.json --output PATH
+
+RESULTS.json has the runs of benchmarks/plans/scifact.yaml or functions.yaml, EVALUATION.json what
+`eval.py --retrieval` says of their checkpoints, and BM25.json what benchmarks/bm25.py does. Writes
+PATH.md: of each kind the mean over the seeds at its best rate, which is that of the lowest loss on
+pairs that training has not read.
+"""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+from saving import file_of, markdown, parser_of
+from verdict import seeds_of
+
+from mixer.common.errors import UserError, first_line, run_command
+from mixer.common.files import as_path, read_json, write_text
+from mixer.comparison.plan import Run
+from mixer.reporting.text import SECONDS
+
+REMEDY = "name the files of one plan"
+MEASURES = {"nDCG@10": "ndcg_at_10", "recall@100": "recall_at_100", "MRR@10": "mrr_at_10"}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("results", type=Path, help="JSON file of a plan")
+    parser.add_argument("evaluation", type=Path, help="report.json of eval.py --retrieval")
+    parser.add_argument("bm25", type=Path, help="JSON file of bm25.py")
+    options = parser.parse_args()
+    results, bm25 = (read_json(as_path(f), REMEDY) for f in (options.results, options.bm25))
+    text = table(results, read_rows(as_path(options.evaluation)), bm25)
+    files = options.results.name, options.evaluation.name, options.bm25.name
+    listed = ", ".join(f"[{name}]({name})" for name in files)
+    text += f"\n\nFrom {listed}, which have hardware and commits.\n"
+    write_text(file_of(options.output, ".md"), text)
+    print(text)
+
+
+def read_rows(file: Path) -> list[dict]:
+    """One for each checkpoint."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({first_line(error)}): {REMEDY}") from None
+
+
+def table(results: dict, evaluation: list[dict], bm25: dict) -> str:
+    """Everything as Markdown. Raises UserError where the files do not belong together."""
+    collection = bm25["collection"]
+    if others := {row["collection"] for row in evaluation} - {collection}:
+        raise UserError(f"BM25 is of {collection}, the evaluation of {others.pop()}: name one pair")
+    rows = [["BM25", *(f"{bm25[name]:.4f}" for name in MEASURES.values()), "-", "-", "-", "-"]]
+    of_kinds = [row_of(kind, results, evaluation) for kind in results["plan"]["kinds"]]
+    rows += sorted(of_kinds, key=lambda row: row[1], reverse=True)
+    head = ["model", *MEASURES, "nDCG@10 by seed", "parameters, M", "seconds of pairs", "pairs, M"]
+    return f"# What is found of {collection}\n\n{markdown(head, rows)}"
+
+
+def row_of(kind: str, results: dict, evaluation: list[dict]) -> list[str]:
+    seeds = seeds_of(kind, "results", {"results": results})
+    found = [evaluated(name_of(row, results), evaluation) for row in seeds]
+    means = [f"{fmean(row[name] for row in found):.4f}" for name in MEASURES.values()]
+    by_seed = ", ".join(f"{row['ndcg_at_10']:.4f}" for row in found)
+    pairs = seeds[0]["steps"] * seeds[0]["settings"]["train.batch_size"]
+    return [
+        kind,
+        *means,
+        by_seed,
+        f"{seeds[0]['parameters'] / 1e6:.1f}",
+        f"{fmean(row['training_seconds'] for row in seeds):{SECONDS}}",
+        f"{pairs / 1e6:.3f}",
+    ]
+
+
+def name_of(row: dict, results: dict) -> str:
+    return next(name for name, other in results["runs"].items() if other is row)
+
+
+def evaluated(name: str, evaluation: list[dict]) -> dict:
+    """What was found by the last checkpoint of a run."""
+    folder = Run(name, {}).folder
+    rows = [row for row in evaluation if Path(row["checkpoint"]).parent.name == folder]
+    if not rows:
+        raise UserError(f"the evaluation has no checkpoint of {name!r}: evaluate it, too")
+    return max(rows, key=lambda row: row["step"])
+
+
+if __name__ == "__main__":
+    run_command(main)
