@@ -38,5 +38,5 @@ def test_files_that_do_not_belong_together_are_refused():
     *_, other = of("functions")
     with pytest.raises(UserError, match="BM25 is of functions test, the evaluation of scifact"):
         retrieval.table(results, evaluation, other)
-    with pytest.raises(UserError, match="the evaluation has no checkpoint of 'plain mixer, mixing in"):
+    with pytest.raises(UserError, match="no checkpoint of 'plain mixer, mixing in"):
         retrieval.table(results, [], bm25)
