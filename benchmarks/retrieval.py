@@ -17,9 +17,11 @@ from verdict import seeds_of
 
 from mixer.common.errors import UserError, first_line, run_command
 from mixer.common.files import as_path, read_json, write_text
+from mixer.common.terminal import counted
 from mixer.comparison.plan import Run
 from mixer.reporting.text import SECONDS
 
+SAME = ("collection", "queries", "documents")
 REMEDY = "name the files of one plan"
 MEASURES = {"nDCG@10": "ndcg_at_10", "recall@100": "recall_at_100", "MRR@10": "mrr_at_10"}
 
@@ -30,7 +32,11 @@ def main() -> None:
     parser.add_argument("evaluation", type=Path, help="report.json of eval.py --retrieval")
     parser.add_argument("bm25", type=Path, help="JSON file of bm25.py")
     options = parser.parse_args()
-    results, bm25 = (read_json(as_path(f), REMEDY) for f in (options.results, options.bm25))
+    results = read_json(as_path(options.results), REMEDY, {"runs": {str: dict}, "plan": dict})
+    shapes = {"collection": str, "queries": int, "documents": int}
+    bm25 = read_json(
+        as_path(options.bm25), REMEDY, shapes | dict.fromkeys(MEASURES.values(), float)
+    )
     text = table(results, read_rows(as_path(options.evaluation)), bm25)
     files = options.results.name, options.evaluation.name, options.bm25.name
     listed = ", ".join(f"[{name}]({name})" for name in files)
@@ -50,8 +56,11 @@ def read_rows(file: Path) -> list[dict]:
 def table(results: dict, evaluation: list[dict], bm25: dict) -> str:
     """Everything as Markdown. Raises UserError where the files do not belong together."""
     collection = bm25["collection"]
-    if others := {row["collection"] for row in evaluation} - {collection}:
-        raise UserError(f"BM25 is of {collection}, the evaluation of {others.pop()}: name one pair")
+    for row in evaluation:
+        if others := [key for key in SAME if row.get(key) != bm25[key]]:
+            key = others[0]
+            problem = f"BM25 has {key} {bm25[key]}, {row['checkpoint']} {row.get(key)}"
+            raise UserError(f"{problem}: both must be of one collection")
     rows = [["BM25", *(f"{bm25[name]:.4f}" for name in MEASURES.values()), "-", "-", "-", "-"]]
     of_kinds = [row_of(kind, results, evaluation) for kind in results["plan"]["kinds"]]
     rows += sorted(of_kinds, key=lambda row: row[1], reverse=True)
@@ -80,12 +89,13 @@ def name_of(row: dict, results: dict) -> str:
 
 
 def evaluated(name: str, evaluation: list[dict]) -> dict:
-    """What was found by the last checkpoint of a run."""
+    """What was found by the checkpoint of a run."""
     folder = Run(name, {}).folder
     rows = [row for row in evaluation if Path(row["checkpoint"]).parent.name == folder]
-    if not rows:
-        raise UserError(f"the evaluation has no checkpoint of {name!r}: evaluate it, too")
-    return max(rows, key=lambda row: row["step"])
+    if len(rows) != 1:
+        number = counted(len(rows), "checkpoint")
+        raise UserError(f"the evaluation has {number} of {name!r}: evaluate its last one alone")
+    return rows[0]
 
 
 if __name__ == "__main__":

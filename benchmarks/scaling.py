@@ -7,10 +7,10 @@ RESULTS.json has the runs of benchmarks/plans/scaling.yaml, or of a plan like it
 sizes after several times. Writes PATH.md and PATH.png.
 
 - A size's loss is the mean of its seeds, with the best of its learning rates and other options. A
-  budget's is that of its best size.
-- The law of a kind is loss = a + b C^-c. Its floor a is the text's, so one for all kinds: of two
-  kinds after three times each, five numbers leave one degree of freedom. Kinds are compared by
-  their laws, hardly beyond what was measured.
+  budget's is that of its best size, which is best for the time, not for the FLOPs.
+- The law of a kind is loss = a + b C^-c, with C in FLOPs or in seconds as they were. Its floor a is
+  one for all kinds: of two kinds after three times each, five numbers leave one degree of freedom.
+  Kinds are compared by their laws, hardly beyond what was measured.
 - Intervals (95%) are of seeds alone: all of this is repeated with losses drawn around the means,
   as far apart as the seeds of all sizes together say.
 """
@@ -153,9 +153,7 @@ def cells_of(result: dict) -> Kinds:
     for (kind_name, *_), rows in by_options.items():
         cell = cell_of(rows)
         key = kind_name, cell.parameters, cell.budget
-        # A rate with one seed is not set against one with more: the luckiest seed would win.
-        rank = len(cell.losses), -cell.log_loss
-        if key not in best or rank > (len(best[key].losses), -best[key].log_loss):
+        if key not in best or rank(cell) < rank(best[key]):
             best[key] = cell
     kinds = {
         name: [cell for (kind_name, *_), cell in best.items() if kind_name == name]
@@ -190,7 +188,14 @@ def optima(cells: list[Cell]) -> list[Cell]:
     by_budget: dict[float, list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: cell.budget):
         by_budget.setdefault(cell.budget, []).append(cell)
-    return [min(of_budget, key=lambda cell: cell.log_loss) for of_budget in by_budget.values()]
+    return [min(of_budget, key=rank) for of_budget in by_budget.values()]
+
+
+def rank(cell: Cell) -> tuple[int, float]:
+    """The lowest is the best. What has one seed is not set against what has more: the luckiest
+    seed would win.
+    """
+    return -len(cell.losses), cell.log_loss
 
 
 def laws_of(best: Kinds, compute: Compute) -> dict[str, Law]:
@@ -216,7 +221,7 @@ def laws_of(best: Kinds, compute: Compute) -> dict[str, Law]:
 def quantities_of(kinds: Kinds) -> dict[Quantity, float]:
     """By each measure of compute: the floor; of each kind the exponent, c; and for each kind but
     the first the ln of how many times as much the first needs, after each time, and of by what ten
-    times the compute multiplies that.
+    times the compute multiplies that; and how many nats the first's loss is above its own then.
     """
     reference, *rivals = kinds
     best = {name: optima(cells) for name, cells in kinds.items()}
@@ -234,6 +239,11 @@ def quantities_of(kinds: Kinds) -> dict[Quantity, float]:
             for point in best[name]:
                 ratio = shift + trend * compute(point)
                 quantities["ratio", measure, name, point.budget] = ratio
+                log_loss, reference_log_loss = (
+                    each.log_loss(compute(point)) for each in (law, reference_law)
+                )
+                lead = math.exp(reference_log_loss) - math.exp(log_loss)
+                quantities["lead", measure, name, point.budget] = lead
             quantities["trend", measure, name, 0] = math.log(10) * trend
     return quantities
 
@@ -274,8 +284,8 @@ def table(kinds: Kinds) -> str:
             raise UserError(f"the loss of {name} does not fall with the compute: no law fits it")
     freedom = sum(len(points) - 2 for points in best.values()) - 1
     notes = (
-        "Losses are in nats per token, those of the best size. The law is loss = a + b C^-c with "
-        "one floor for all kinds, which leaves "
+        "Losses are in nats per token, those of the size that is best after the time. The law is "
+        "loss = a + b C^-c with one floor for all kinds, which leaves "
         f"{counted(max(freedom, 0), 'degree')} of freedom: it says nothing of other budgets. "
         "Ratios are those of the laws. Brackets have 95% of what other seeds would give, and "
         "nothing of other learning rates or texts. PFLOP are 1e15 useful FLOPs of training; time "
@@ -317,29 +327,29 @@ def place(best: Cell, cells: list[Cell]) -> str:
 
 
 def laws_table(best: Kinds, estimates: dict[Quantity, Estimate]) -> str:
-    laws = laws_of(best, COMPUTE["FLOPs"])
-    head = ["kind", "floor, a", "exponent, c", "of time", "off the law"]
+    head = ["kind", "by", "floor, a", "exponent, c", "off the law"]
     rows = []
-    for name, points in best.items():
-        residuals = [
-            point.log_loss - laws[name].log_loss(math.log(point.flops)) for point in points
-        ]
-        exponents = [str(estimates["exponent", measure, name, 0]) for measure in COMPUTE]
-        floor = str(estimates["floor", "FLOPs", "", 0])
-        rows.append([name, floor, *exponents, f"{max(map(abs, residuals)):.2%}"])
+    for measure, compute in COMPUTE.items():
+        laws = laws_of(best, compute)
+        floor = str(estimates["floor", measure, "", 0])
+        for name, points in best.items():
+            residuals = [point.log_loss - laws[name].log_loss(compute(point)) for point in points]
+            exponent = str(estimates["exponent", measure, name, 0])
+            rows.append([name, measure, floor, exponent, f"{max(map(abs, residuals)):.2%}"])
     return markdown(head, rows)
 
 
 def ratios_table(name: str, budgets: list[float], estimates: dict[Quantity, Estimate]) -> str:
-    """A column for each measure of compute."""
-    rows = [
-        [f"{budget:g} s", *(str(estimates["ratio", m, name, budget].exp()) for m in COMPUTE)]
-        for budget in budgets
-    ]
+    """A column for each measure of compute, and the lead in nats."""
+    rows = []
+    for budget in budgets:
+        ratios = [str(estimates["ratio", measure, name, budget].exp()) for measure in COMPUTE]
+        rows.append([f"{budget:g} s", *ratios, str(estimates["lead", "time", name, budget])])
     trends = [estimates["trend", measure, name, 0] for measure in COMPUTE]
-    rows.append(["ten times as much multiplies this by", *(str(trend.exp()) for trend in trends)])
-    rows.append(["so it", *map(direction, trends)])
-    return markdown(["after", *COMPUTE], rows)
+    multiplied = [str(trend.exp()) for trend in trends]
+    rows.append(["ten times as much multiplies this by", *multiplied, "-"])
+    rows.append(["so it", *map(direction, trends), "-"])
+    return markdown(["after", *COMPUTE, "loss above, nats"], rows)
 
 
 def direction(trend: Estimate) -> str:

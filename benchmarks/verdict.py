@@ -120,7 +120,7 @@ def seeds_of(run: str, file: str, results: dict[str, dict]) -> list[dict]:
     if of_kind:
         longest = max(runs[name]["budget"] for name in of_kind)
         ended = [n for n in of_kind if runs[n]["budget"] == longest and "seed" not in runs[n]]
-        run = min(ended, key=lambda name: runs[name]["validation_loss"])
+        run = min(ended, key=lambda name: runs[name]["validation_loss"], default=run)
     seeds = [
         row
         for name, row in runs.items()

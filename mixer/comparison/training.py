@@ -8,9 +8,8 @@ from statistics import median
 from mixer.common.errors import NotFinite, UserError, say_on_stderr
 from mixer.common.hardware import hardware
 from mixer.comparison.plan import SIGNALS, Run
-from mixer.data.config import Manifest
 from mixer.reporting.text import METRICS, readable_lines
-from mixer.training.config import load_config
+from mixer.training.config import RunConfig, load_config
 from mixer.training.loop import train
 from mixer.training.metrics import useful_flops
 
@@ -47,7 +46,7 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
         lines = [line for _, line in readable_lines(config.directory / METRICS, say_on_stderr)]
         if not lines or lines[-1]["step"] < config.train.steps:
             return None
-        row |= measured(lines, data.manifest, is_speed=run.identity.get("budget") == 0)
+        row |= measured(lines, config, len(data.training), run.identity.get("budget") == 0)
         row["parameters"] = model.num_parameters()
         if (flops := useful_flops(model, config)) is not None:
             row["useful_tflops"] = flops * row["tokens_per_second"] / 1e12
@@ -58,8 +57,8 @@ def train_run(run: Run, folder: Path, recorded: list[str] | None) -> dict | None
     return row
 
 
-def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
-    """What the metrics of a run say."""
+def measured(lines: list[dict], config: RunConfig, samples: int, is_speed: bool) -> dict:
+    """What the metrics of a run say. samples: of its training data."""
     windows = [line for line in lines if "loss" in line]
     last = windows[-1]
     validation = [line for line in lines if "validation_loss" in line][-1]
@@ -67,15 +66,17 @@ def measured(lines: list[dict], data: Manifest, is_speed: bool) -> dict:
     # Of a window in which a run has gone on, `seconds` are those since then.
     rates = [window["tokens_per_second"] for window in windows[1:] or windows]
     tokens_per_second = max(rates) if is_speed else median(rates)
-    text = data.splits["train"]
+    # In samples: tokens count padding where texts are padded, as pairs are.
+    samples_a_step = config.train.batch_size * config.train.gradient_accumulation_steps
+    passes = last["step"] * samples_a_step / samples
     return {
         "steps": last["step"],
         "tokens": last["tokens"],
         "tokens_a_step": last["tokens"] // last["step"],
         "tokens_per_second": tokens_per_second,
         "training_seconds": last["tokens"] / tokens_per_second,
-        "training_tokens": text.tokens,
-        "passes": last["tokens"] / text.tokens,
+        "training_tokens": round(last["tokens"] / passes),  # of one pass, counted as `tokens` are
+        "passes": passes,
         "peak_memory_gb": last["peak_memory_gb"],
         "validation_loss": validation["validation_loss"],
         "accuracy": validation.get("validation_accuracy"),

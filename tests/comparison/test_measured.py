@@ -6,7 +6,7 @@ from mixer.common.errors import NotFinite
 from mixer.comparison import training
 from mixer.comparison.plan import Run
 from mixer.comparison.training import measured, train_run
-from mixer.data.config import Manifest, SplitManifest
+from mixer.training.config import load_config
 
 
 def line(step: int, seconds: float, steps: int = 10) -> dict:
@@ -24,16 +24,16 @@ def line(step: int, seconds: float, steps: int = 10) -> dict:
 
 
 def test_speed_and_time_are_those_of_the_median_step_and_the_first_steps_do_not_count():
-    split = SplitManifest(1, 1, 1, 4000, "", "")
-    manifest = Manifest("uint16", 400, 0, "", {}, {"train": split}, "")
+    config = load_config(None, ["name=x", "train.batch_size=4", "train.steps=40"])
     # After step 28, the run was stopped and went on.
     lines = [line(10, 60.0), line(20, 5.0), line(30, 0.8, steps=2), line(40, 2.0)]
     lines.append({"step": 40, "validation_loss": 1.5})
-    row = measured(lines, manifest, is_speed=False)
+    row = measured(lines, config, samples=80, is_speed=False)
     assert row["tokens_per_second"] == pytest.approx(100 / 0.4)
     assert row["training_seconds"] == pytest.approx(40 * 0.4)
-    assert row["passes"] == 1.0 and row["validation_loss"] == 1.5
-    fastest = measured(lines, manifest, is_speed=True)
+    assert row["passes"] == 2.0 and row["validation_loss"] == 1.5
+    assert row["training_tokens"] == 40 * 100 / 2
+    fastest = measured(lines, config, samples=80, is_speed=True)
     assert fastest["tokens_per_second"] == pytest.approx(100 / 0.2)
 
 
