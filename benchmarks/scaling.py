@@ -60,8 +60,8 @@ class Law:
     slope: float
     intercept: float
 
-    def log_loss(self, log_compute: float) -> float:
-        return math.log(self.floor + math.exp(self.intercept + self.slope * log_compute))
+    def loss(self, log_compute: float) -> float:
+        return self.floor + math.exp(self.intercept + self.slope * log_compute)
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,9 @@ def quantities_of(kinds: Kinds) -> dict[Quantity, float]:
             trend = law.slope / reference_law.slope - 1
             shift = (law.intercept - reference_law.intercept) / reference_law.slope
             for point in best[name]:
-                ratio = shift + trend * compute(point)
-                quantities["ratio", measure, name, point.budget] = ratio
-                log_loss, reference_log_loss = (
-                    each.log_loss(compute(point)) for each in (law, reference_law)
-                )
-                lead = math.exp(reference_log_loss) - math.exp(log_loss)
+                log_compute = compute(point)
+                quantities["ratio", measure, name, point.budget] = shift + trend * log_compute
+                lead = reference_law.loss(log_compute) - law.loss(log_compute)
                 quantities["lead", measure, name, point.budget] = lead
             quantities["trend", measure, name, 0] = math.log(10) * trend
     return quantities
@@ -333,7 +330,9 @@ def laws_table(best: Kinds, estimates: dict[Quantity, Estimate]) -> str:
         laws = laws_of(best, compute)
         floor = str(estimates["floor", measure, "", 0])
         for name, points in best.items():
-            residuals = [point.log_loss - laws[name].log_loss(compute(point)) for point in points]
+            residuals = [
+                point.log_loss - math.log(laws[name].loss(compute(point))) for point in points
+            ]
             exponent = str(estimates["exponent", measure, name, 0])
             rows.append([name, measure, floor, exponent, f"{max(map(abs, residuals)):.2%}"])
     return markdown(head, rows)
@@ -371,11 +370,11 @@ def draw(kinds: Kinds, output: Path) -> None:
         for number, (name, cells) in enumerate(kinds.items()):
             colour = f"C{number}"
             for cell in cells:
-                flops = [cell.flops / PFLOP] * len(cell.losses)
-                axes.plot(flops, cell.losses, "o", color=colour, alpha=0.4)
-            log_flops = np.log(np.geomspace(best[name][0].flops, best[name][-1].flops, 50))
-            losses = np.exp([*map(laws[name].log_loss, log_flops)])
-            axes.plot(np.exp(log_flops) / PFLOP, losses, color=colour)
+                of_seeds = [cell.flops / PFLOP] * len(cell.losses)
+                axes.plot(of_seeds, cell.losses, "o", color=colour, alpha=0.4)
+            flops = np.geomspace(best[name][0].flops, best[name][-1].flops, 50)
+            losses = [*map(laws[name].loss, np.log(flops))]
+            axes.plot(flops / PFLOP, losses, color=colour)
             names.append((most_flops / PFLOP, losses[-1], name, colour))
         log_axis(axes.xaxis, base=10, factors=(1, 2, 5))
         step = 0.1 if highest - lowest < 2 else 1.0
