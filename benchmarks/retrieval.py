@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from saving import file_of, markdown, parser_of
-from verdict import seeds_of
+from verdict import seed_names
 
 from mixer.common.errors import UserError, first_line, run_command
 from mixer.common.files import as_path, read_json, write_text
@@ -57,35 +57,34 @@ def table(results: dict, evaluation: list[dict], bm25: dict) -> str:
     """Everything as Markdown. Raises UserError where the files do not belong together."""
     collection = bm25["collection"]
     for row in evaluation:
-        if others := [key for key in SAME if row.get(key) != bm25[key]]:
-            key = others[0]
+        if differing := [key for key in SAME if row.get(key) != bm25[key]]:
+            key = differing[0]
             problem = f"BM25 has {key} {bm25[key]}, {row['checkpoint']} {row.get(key)}"
             raise UserError(f"{problem}: both must be of one collection")
     rows = [["BM25", *(f"{bm25[name]:.4f}" for name in MEASURES.values()), "-", "-", "-", "-"]]
-    of_kinds = [row_of(kind, results, evaluation) for kind in results["plan"]["kinds"]]
+    of_kinds = [row_of(name, results, evaluation) for name in results["plan"]["kinds"]]
     rows += sorted(of_kinds, key=lambda row: row[1], reverse=True)
     head = ["model", *MEASURES, "nDCG@10 by seed", "parameters, M", "seconds of pairs", "pairs, M"]
     return f"# What is found of {collection}\n\n{markdown(head, rows)}"
 
 
-def row_of(kind: str, results: dict, evaluation: list[dict]) -> list[str]:
-    seeds = seeds_of(kind, "results", {"results": results})
-    found = [evaluated(name_of(row, results), evaluation) for row in seeds]
-    means = [f"{fmean(row[name] for row in found):.4f}" for name in MEASURES.values()]
-    by_seed = ", ".join(f"{row['ndcg_at_10']:.4f}" for row in found)
+def row_of(kind_name: str, results: dict, evaluation: list[dict]) -> list[str]:
+    names = seed_names(kind_name, results["runs"])
+    if not names:
+        raise UserError(f"no longer run of {kind_name!r} has a loss: let the plan end first")
+    seeds = [results["runs"][name] for name in names]
+    evaluations = [evaluated(name, evaluation) for name in names]
+    means = [f"{fmean(row[measure] for row in evaluations):.4f}" for measure in MEASURES.values()]
+    by_seed = ", ".join(f"{row['ndcg_at_10']:.4f}" for row in evaluations)
     pairs = seeds[0]["steps"] * seeds[0]["settings"]["train.batch_size"]
     return [
-        kind,
+        kind_name,
         *means,
         by_seed,
         f"{seeds[0]['parameters'] / 1e6:.1f}",
         f"{fmean(row['training_seconds'] for row in seeds):{SECONDS}}",
         f"{pairs / 1e6:.3f}",
     ]
-
-
-def name_of(row: dict, results: dict) -> str:
-    return next(name for name, other in results["runs"].items() if other is row)
 
 
 def evaluated(name: str, evaluation: list[dict]) -> dict:

@@ -33,6 +33,7 @@ from mixer.reporting.text import LOSS, SECONDS, wrapped
 
 DRAWS = 2000
 FLOORS = np.linspace(0, 0.9, 91)  # of the loss that are tried, as shares of the lowest loss
+OTHER_FLOORS = (0.0, 0.5, 0.75)  # for which the factors of time are given, too
 PFLOP = 1e15
 POSITIVE = ("validation_loss", "training_seconds", "useful_tflops", "parameters")
 
@@ -62,6 +63,13 @@ class Law:
 
     def loss(self, log_compute: float) -> float:
         return self.floor + math.exp(self.intercept + self.slope * log_compute)
+
+    def log_ratio(self, rival: "Law", log_compute: float) -> float:
+        """ln of how many times this compute it needs for the loss that a rival of the same floor
+        has with it.
+        """
+        rival_log = rival.intercept + rival.slope * log_compute
+        return (rival_log - self.intercept) / self.slope - log_compute
 
 
 @dataclass(frozen=True)
@@ -198,10 +206,10 @@ def rank(cell: Cell) -> tuple[int, float]:
     return -len(cell.losses), cell.log_loss
 
 
-def laws_of(best: Kinds, compute: Compute) -> dict[str, Law]:
-    """Of each kind, with the floor that leaves the smallest squares of all together."""
+def laws_of(best: Kinds, compute: Compute, floor: float | None = None) -> dict[str, Law]:
+    """Of each kind, with a floor, or that which leaves the smallest squares of all together."""
     losses = {name: np.exp([point.log_loss for point in best[name]]) for name in best}
-    floors = FLOORS * min(map(min, losses.values()))
+    floors = FLOORS * min(map(min, losses.values())) if floor is None else np.array([floor])
     squares = np.zeros(len(floors))
     lines = {}  # of each kind the slopes and the intercepts, by floor
     for name, points in best.items():
@@ -234,13 +242,13 @@ def quantities_of(kinds: Kinds) -> dict[Quantity, float]:
         for name in rivals:
             law = laws[name]
             reference_law = laws[reference]
-            trend = law.slope / reference_law.slope - 1
-            shift = (law.intercept - reference_law.intercept) / reference_law.slope
             for point in best[name]:
                 log_compute = compute(point)
-                quantities["ratio", measure, name, point.budget] = shift + trend * log_compute
+                ratio = reference_law.log_ratio(law, log_compute)
+                quantities["ratio", measure, name, point.budget] = ratio
                 lead = reference_law.loss(log_compute) - law.loss(log_compute)
                 quantities["lead", measure, name, point.budget] = lead
+            trend = law.slope / reference_law.slope - 1
             quantities["trend", measure, name, 0] = math.log(10) * trend
     return quantities
 
@@ -293,6 +301,7 @@ def table(kinds: Kinds) -> str:
         budgets = [point.budget for point in best[name]]
         sections.append(f"## How many times as much {reference} needs as {name}")
         sections.append(ratios_table(name, budgets, estimates))
+        sections.append(floors_table(best, name))
     return "\n\n".join([*sections, wrapped(notes)]) + "\n"
 
 
@@ -349,6 +358,19 @@ def ratios_table(name: str, budgets: list[float], estimates: dict[Quantity, Esti
     rows.append(["ten times as much multiplies this by", *multiplied, "-"])
     rows.append(["so it", *map(direction, trends), "-"])
     return markdown(["after", *COMPUTE, "loss above, nats"], rows)
+
+
+def floors_table(best: Kinds, name: str) -> str:
+    """The factors of time with other floors than the one that fits best."""
+    reference, compute = next(iter(best)), COMPUTE["time"]
+    rows = []
+    lowest = min(math.exp(point.log_loss) for points in best.values() for point in points)
+    for share in OTHER_FLOORS:
+        floor = share * lowest
+        laws = laws_of(best, compute, floor)
+        ratios = [laws[reference].log_ratio(laws[name], compute(point)) for point in best[name]]
+        rows.append([f"{floor:.2f}", *(f"{math.exp(ratio):.3f}" for ratio in ratios)])
+    return markdown(["floor, nats", *(f"time, {point.budget:g} s" for point in best[name])], rows)
 
 
 def direction(trend: Estimate) -> str:

@@ -112,6 +112,14 @@ def read_results() -> dict[str, dict]:
 def seeds_of(run: str, file: str, results: dict[str, dict]) -> list[dict]:
     """The rows of a run, or of the best run of a kind, one for each seed."""
     runs = results[file]["runs"]
+    names = seed_names(run, runs)
+    if not names:
+        raise UserError(f"no run {run!r} of {file}.json has a loss: train it again")
+    return [runs[name] for name in names]
+
+
+def seed_names(run: str, runs: dict[str, dict]) -> list[str]:
+    """The names of a run, or of the best run of a kind, that have a loss: one for each seed."""
     of_kind = [
         name
         for name, row in runs.items()
@@ -121,14 +129,11 @@ def seeds_of(run: str, file: str, results: dict[str, dict]) -> list[dict]:
         longest = max(runs[name]["budget"] for name in of_kind)
         ended = [n for n in of_kind if runs[n]["budget"] == longest and "seed" not in runs[n]]
         run = min(ended, key=lambda name: runs[name]["validation_loss"], default=run)
-    seeds = [
-        row
+    return [
+        name
         for name, row in runs.items()
         if re.fullmatch(rf"{re.escape(run)}(, seed \d+)?", name) and "validation_loss" in row
     ]
-    if not seeds:
-        raise UserError(f"no run {run!r} of {file}.json has a loss: train it again")
-    return seeds
 
 
 def table(models: dict[str, tuple[str, str]], results: dict[str, dict]) -> str:

@@ -310,7 +310,7 @@ class MixingCache(Cache):
         if isinstance(self.tokens, Tensor):
             self.tokens = self.tokens[indices.to(self.tokens.device)]
 
-    def has(self, tokens: Tensor | int) -> bool:
+    def may_have(self, tokens: Tensor | int) -> bool:
         """Whether the texts may have so many tokens, (batch, 1), or each so many."""
         is_equal = self.tokens is None or tokens == self.tokens
         return is_equal if isinstance(is_equal, bool) else bool(is_equal.all())

@@ -152,7 +152,7 @@ class TokenLayout:
         for the GPU where there is a mask, or there was one.
         """
         if cache is not None and not cache.is_empty:
-            if not cache.has(self.starts if self.is_padded else cache.length):
+            if not cache.may_have(self.starts if self.is_padded else cache.length):
                 raise ValueError(
                     "attention_mask, or that there is none, hides other tokens of the cache than "
                     "earlier calls did; allowed: the earlier mask, with columns for the new "
